@@ -8,11 +8,11 @@ be able to run or the call raises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import functools
+from collections.abc import Sequence
 
-from absl import logging
 import jax
+from absl import logging
 
 Candidate = tuple[str, str | None]
 

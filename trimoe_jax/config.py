@@ -8,12 +8,8 @@ names the nearest valid field when one is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import dataclasses
-import difflib
-import types
-import typing
-from typing import Any, Literal
+from typing import Literal
 
 Remat = Literal['none', 'block', 'full']
 Balance = Literal['quantile', 'sign', 'aux_loss', 'none']
