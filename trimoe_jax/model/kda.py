@@ -1,0 +1,250 @@
+"""Kimi Delta Attention layer: projections, short convolutions, gate, output.
+
+Legend: b batch, t time, d model width, h heads, k key width, v value width,
+r gate rank, w convolution taps. Equations: Kimi K3 report, section 2.1, and
+Kimi Linear, arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda import kda
+from trimoe_jax import sharding
+from trimoe_jax.config import ModelConfig
+from trimoe_jax.model.parameters import (
+  Parameter,
+  Table,
+  declare,
+  normal,
+  ones,
+  uniform,
+  zeros,
+)
+
+CACHE_AXES = {
+  'state': ('batch', 'heads', None, None),
+  'query_tail': ('batch', None, 'heads', None),
+  'key_tail': ('batch', None, 'heads', None),
+  'value_tail': ('batch', None, 'heads', None),
+}
+
+
+def dt_bias_init(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """softplus^-1(dt) with dt = exp(U(ln 1e-3, ln 0.1)), at least 1e-4.
+
+  With A_log = 0 the first log-decays lie between -0.48 and -0.005.
+  """
+  low, high = jnp.log(1e-3), jnp.log(0.1)
+  dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
+  dt = jnp.maximum(dt, 1e-4)
+  return dt + jnp.log(-jnp.expm1(-dt))
+
+
+def kda_parameters(config: ModelConfig) -> Table:
+  c, d = config.kda, config.width
+  h, hv, k, v = c.heads, c.state_heads, c.key_dim, c.value_dim
+  init = normal(config.init_std)
+  tap = uniform(c.conv_width**-0.5)  # fan-in of a depthwise convolution
+  into = ('embed', 'heads', None)
+  head = ('heads', None)
+  return {
+    'query': Parameter((d, h, k), into, init),
+    'key': Parameter((d, h, k), into, init),
+    'value': Parameter((d, hv, v), into, init),
+    'query_conv': Parameter((h, k, c.conv_width), (*head, None), tap),
+    'key_conv': Parameter((h, k, c.conv_width), (*head, None), tap),
+    'value_conv': Parameter((hv, v, c.conv_width), (*head, None), tap),
+    'decay_down': Parameter((d, c.gate_rank), ('embed', None), init),
+    'decay_up': Parameter((c.gate_rank, hv, k), ('rank', *head), init),
+    'a_log': Parameter((hv,), ('heads',), zeros),
+    'dt_bias': Parameter((hv, k), head, dt_bias_init),
+    'beta': Parameter((d, hv), ('embed', 'heads'), init),
+    'gate': Parameter((d, hv, v), into, init),
+    'out_norm': Parameter((v,), (None,), ones),
+    'out': Parameter((hv, v, d), ('heads', None, 'embed'), init),
+  }
+
+
+def short_conv(
+  x_bthk: jax.Array,
+  w_hkw: jax.Array,
+  segment_ids: jax.Array | None,
+  tail: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+  """SiLU(sum_j w[., j] x[t - W + 1 + j]) and the last W - 1 inputs.
+
+  A causal depthwise convolution, tap W - 1 on the current token.
+
+  Args:
+    x_bthk: inputs [B, T, H, K].
+    w_hkw: taps [H, K, W].
+    segment_ids: [B, T] int32; a tap never reaches into another document.
+    tail: [B, W - 1, H, K], the inputs before the first; None stands for zeros.
+
+  Returns:
+    [B, T, H, K] in x's dtype, accumulated in float32, and the next tail.
+  """
+  batch, time = x_bthk.shape[:2]
+  width = w_hkw.shape[-1]
+  if tail is None:
+    tail = jnp.zeros((batch, width - 1, *x_bthk.shape[2:]), x_bthk.dtype)
+  padded = jnp.concatenate([tail.astype(x_bthk.dtype), x_bthk], 1)
+  if segment_ids is not None:
+    first = jnp.broadcast_to(segment_ids[:, :1], (batch, width - 1))
+    padded_ids = jnp.concatenate([first, segment_ids], 1)
+  wide = jnp.promote_types(x_bthk.dtype, jnp.float32)
+  total = jnp.zeros(x_bthk.shape, wide)
+  for j in range(width):
+    tap = padded[:, j : j + time].astype(wide)
+    if segment_ids is not None:
+      same = padded_ids[:, j : j + time] == segment_ids
+      tap = jnp.where(same[..., None, None], tap, 0)
+    total += tap * w_hkw[..., j].astype(wide)
+  return jax.nn.silu(total).astype(x_bthk.dtype), padded[:, time:]
+
+
+def _mix_tokens(inputs: dict[str, Any], config: ModelConfig):
+  """Convolutions and the recurrence on one device's heads."""
+  segment_ids, cache = inputs['segment_ids'], inputs['cache'] or {}
+  mixed, tails = {}, {}
+  for name in ('query', 'key', 'value'):
+    mixed[name], tails[f'{name}_tail'] = short_conv(
+      inputs[name],
+      inputs[f'{name}_conv'],
+      segment_ids,
+      cache.get(f'{name}_tail'),
+    )
+  out_bthv, state = kda(
+    mixed['query'],
+    mixed['key'],
+    mixed['value'],
+    inputs['decay'],
+    inputs['beta'],
+    a_log=inputs['a_log'],
+    dt_bias=inputs['dt_bias'],
+    lower_bound=config.kda.lower_bound,
+    initial_state=cache.get('state'),
+    segment_ids=segment_ids,
+    chunk_size=config.kda.chunk_size,
+    implementation=config.kda.implementation,
+  )
+  return out_bthv, {'state': state, **tails}
+
+
+def kda_layer(
+  params: Table,
+  x_btd: jax.Array,
+  config: ModelConfig,
+  *,
+  segment_ids: jax.Array | None = None,
+  cache: dict[str, jax.Array] | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """W_o [sigmoid(W_g x) * RMSNorm(KDA(x))], and the recurrent cache.
+
+  Queries, keys and values pass a short convolution and SiLU; queries and keys
+  are L2-normalized per head; the log-decay is
+  lower_bound * sigmoid(exp(A_log) * (W_up W_down x + dt_bias)) per channel and
+  the write strength sigmoid(W_beta x) per head.
+
+  Args:
+    params: `kda_parameters`.
+    x_btd: normalized input [B, T, d].
+    config: the model's.
+    segment_ids: [B, T] int32, 0 for padding; documents are isolated.
+    cache: `CACHE_AXES` arrays of the tokens before, or None at the start.
+
+  Returns:
+    [B, T, d], and the cache after the last token.
+  """
+  dtype = x_btd.dtype
+  weight = lambda name, *axes: sharding.use(params[name], dtype, *axes)
+  per_head = ('batch', 'seq', 'heads', None)
+
+  def project(name):
+    w_dhk = weight(name, 'embed', 'heads', None)
+    return sharding.einsum('btd,dhk->bthk', x_btd, w_dhk, out=per_head)
+
+  down_dr = weight('decay_down', 'embed', None)
+  up_rhk = weight('decay_up', 'rank', 'heads', None)
+  low_btr = sharding.einsum(
+    'btd,dr->btr', x_btd, down_dr, out=('batch', 'seq', None)
+  )
+  beta_dh = weight('beta', 'embed', 'heads')
+  inputs = {
+    'query': project('query'),
+    'key': project('key'),
+    'value': project('value'),
+    'decay': sharding.einsum('btr,rhk->bthk', low_btr, up_rhk, out=per_head),
+    'beta': sharding.einsum('btd,dh->bth', x_btd, beta_dh, out=per_head[:3]),
+    **{n: params[n] for n in ('query_conv', 'key_conv', 'value_conv')},
+    'a_log': params['a_log'],
+    'dt_bias': params['dt_bias'],
+    'segment_ids': segment_ids,
+    'cache': cache,
+  }
+  whole = ('batch', None, 'heads', None)  # the recurrence needs every token
+  names = {n: whole for n in ('query', 'key', 'value', 'decay')}
+  names |= {n: ('heads',) for n in inputs if n.endswith('_conv')}
+  names |= {'beta': whole[:3], 'a_log': ('heads',), 'dt_bias': ('heads',)}
+  names |= {'segment_ids': ('batch',), 'cache': cache and CACHE_AXES}
+  mix = sharding.local(
+    lambda tree: _mix_tokens(tree, config),
+    inputs=(names,),
+    outputs=(whole, CACHE_AXES),
+  )
+  out_bthv, cache = mix(inputs)
+  gated = _gated_norm(
+    sharding.constrain(out_bthv, *per_head),
+    project('gate'),
+    params['out_norm'],
+    config.norm_eps,
+  )
+  out_hvd = weight('out', 'heads', None, 'embed')
+  y_btd = sharding.einsum(
+    'bthv,hvd->btd', gated, out_hvd, out=('batch', 'seq', None)
+  )
+  return y_btd, cache
+
+
+def _gated_norm(x_bthv, gate_bthv, gain_v, eps):
+  """sigmoid(gate) * RMSNorm(x) * gain per head, in float32, cast at the end."""
+  wide = jnp.promote_types(gate_bthv.dtype, jnp.float32)
+  x_bthv = x_bthv.astype(wide)
+  scale = jax.lax.rsqrt(jnp.mean(x_bthv * x_bthv, -1, keepdims=True) + eps)
+  normed = x_bthv * scale * gain_v.astype(wide)
+  return (normed * jax.nn.sigmoid(gate_bthv.astype(wide))).astype(
+    gate_bthv.dtype
+  )
+
+
+def kda_cache(config: ModelConfig, batch: int) -> dict[str, jax.Array]:
+  """The empty cache of one layer: a float32 state and three input tails."""
+  c, dtype = config.kda, jnp.dtype(config.dtype)
+  wide = jnp.promote_types(dtype, jnp.float32)
+  tail = lambda heads, dim: jnp.zeros(
+    (batch, c.conv_width - 1, heads, dim), dtype
+  )
+  return {
+    'state': jnp.zeros((batch, c.state_heads, c.key_dim, c.value_dim), wide),
+    'query_tail': tail(c.heads, c.key_dim),
+    'key_tail': tail(c.heads, c.key_dim),
+    'value_tail': tail(c.state_heads, c.value_dim),
+  }
+
+
+class Kda(nn.Module):
+  """`kda_layer` with its own parameters."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_btd, *, segment_ids=None, cache=None):
+    params = declare(self, kda_parameters(self.config))
+    return kda_layer(
+      params, x_btd, self.config, segment_ids=segment_ids, cache=cache
+    )

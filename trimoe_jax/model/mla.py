@@ -1,0 +1,217 @@
+"""Gated multi-head latent attention without position encoding.
+
+Legend: b batch, t query time, s key time, d model width, h heads, r latent
+rank, n per-head key width, e width of the shared key slice, v value width.
+Equations: Kimi K3 report, Eq. 7. The shared slice is K2's rotary slice, which
+K3 never rotates but still uses: the softmax scale is 1/sqrt(n + e).
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from trimoe_jax import sharding
+from trimoe_jax.config import ModelConfig
+from trimoe_jax.model.attention import causal_attention
+from trimoe_jax.model.cache import Span
+from trimoe_jax.model.norm import rms_norm
+from trimoe_jax.model.parameters import (
+  Parameter,
+  Table,
+  declare,
+  normal,
+  ones,
+)
+
+CACHE_AXES = {
+  'latent': ('batch', None, None),
+  'shared': ('batch', None, None),
+}
+PER_HEAD = ('batch', 'seq', 'heads', None)
+TOKENS = ('batch', 'seq', None)
+
+
+def mla_parameters(config: ModelConfig) -> Table:
+  c, d = config.mla, config.width
+  init = normal(config.init_std)
+  into = ('embed', 'heads', None)
+  up = ('rank', 'heads', None)
+  kv = c.nope_dim + c.value_dim
+  return {
+    'query_down': Parameter((d, c.query_rank), ('embed', None), init),
+    'query_norm': Parameter((c.query_rank,), (None,), ones),
+    'query_up': Parameter((c.query_rank, c.heads, c.query_dim), up, init),
+    'kv_down': Parameter(
+      (d, c.kv_rank + c.shared_dim), ('embed', None), init
+    ),
+    'kv_norm': Parameter((c.kv_rank,), (None,), ones),
+    'kv_up': Parameter((c.kv_rank, c.heads, kv), up, init),
+    'gate': Parameter((d, c.heads, c.value_dim), into, init),
+    'out': Parameter(
+      (c.heads, c.value_dim, d), ('heads', None, 'embed'), init
+    ),
+  }
+
+
+def mla_layer(
+  params: Table,
+  x_btd: jax.Array,
+  config: ModelConfig,
+  *,
+  segment_ids: jax.Array | None = None,
+  cache: dict[str, jax.Array] | None = None,
+  span: Span | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+  """W_o [sigmoid(W_g x) * softmax(q k^T / sqrt(n + e)) v], and the cache.
+
+  Args:
+    params: `mla_parameters`.
+    x_btd: normalized input [B, T, d].
+    config: the model's.
+    segment_ids: [B, T] int32, 0 for padding; documents are isolated.
+    cache: latent [B, S, r] and shared [B, S, e] of the tokens before; new
+      tokens are written at `span.start`.
+    span: where the new tokens lie in the cache; required with `cache`.
+
+  Returns:
+    [B, T, d], and the cache with the new tokens (None without a cache).
+  """
+  query_bthn = _queries(params, x_btd, config)
+  latent_bsr, shared_bse = _latents(params, x_btd, config)
+  if cache is not None:
+    cache = {
+      'latent': span.write(cache['latent'], latent_bsr),
+      'shared': span.write(cache['shared'], shared_bse),
+    }
+  if cache is None or span.fresh:
+    out_bthv = _expanded(
+      params, query_bthn, (latent_bsr, shared_bse), config, segment_ids
+    )
+  else:
+    out_bthv = _absorbed(params, query_bthn, cache, config, span)
+  gate_dhv = sharding.use(
+    params['gate'], x_btd.dtype, 'embed', 'heads', None
+  )
+  gate_bthv = sharding.einsum('btd,dhv->bthv', x_btd, gate_dhv, out=PER_HEAD)
+  wide = out_bthv.dtype
+  gated_bthv = out_bthv * jax.nn.sigmoid(gate_bthv.astype(wide))
+  out_hvd = sharding.use(params['out'], x_btd.dtype, 'heads', None, 'embed')
+  y_btd = sharding.einsum(
+    'bthv,hvd->btd', gated_bthv.astype(x_btd.dtype), out_hvd, out=TOKENS
+  )
+  return y_btd, cache
+
+
+def _queries(params, x_btd, config):
+  """Queries [B, T, H, n + e] through the normalized query latent."""
+  down_dr = sharding.use(params['query_down'], x_btd.dtype, 'embed', None)
+  up_rhn = sharding.use(params['query_up'], x_btd.dtype, 'rank', 'heads', None)
+  low_btr = sharding.einsum('btd,dr->btr', x_btd, down_dr, out=TOKENS)
+  low_btr = rms_norm(low_btr, params['query_norm'], config.latent_norm_eps)
+  return sharding.einsum('btr,rhn->bthn', low_btr, up_rhn, out=PER_HEAD)
+
+
+def _latents(params, x_btd, config):
+  """The normalized key-value latent and the shared key slice, unnormalized."""
+  rank = config.mla.kv_rank
+  down_dr = sharding.use(params['kv_down'], x_btd.dtype, 'embed', None)
+  both_btr = sharding.einsum('btd,dr->btr', x_btd, down_dr, out=TOKENS)
+  latent_btr = rms_norm(
+    both_btr[..., :rank], params['kv_norm'], config.latent_norm_eps
+  )
+  return latent_btr, both_btr[..., rank:]
+
+
+def _expanded(params, query_bthn, latents, config, segment_ids):
+  """Attention with per-head keys and values: the form for many queries."""
+  c = config.mla
+  latent_bsr, shared_bse = latents
+  up_rhn = sharding.use(
+    params['kv_up'], latent_bsr.dtype, 'rank', 'heads', None
+  )
+  kv_bshn = sharding.einsum('bsr,rhn->bshn', latent_bsr, up_rhn, out=PER_HEAD)
+
+  def attend(query_bthn, kv_bshn, shared_bse, segment_ids):
+    key_bshn, value_bshv = jnp.split(kv_bshn, [c.nope_dim], -1)
+    shared_bshe = jnp.broadcast_to(
+      shared_bse[:, :, None], (*key_bshn.shape[:3], c.shared_dim)
+    )
+    return causal_attention(
+      query_bthn,
+      jnp.concatenate([key_bshn, shared_bshe], -1),
+      value_bshv,
+      scale=c.query_dim**-0.5,
+      segment_ids=segment_ids,
+      block_size=c.block_size,
+    )
+
+  whole = ('batch', None, 'heads', None)  # every query sees all earlier keys
+  attend = sharding.local(
+    attend, inputs=(whole, whole, ('batch',), ('batch',)), outputs=whole
+  )
+  out_bthv = attend(query_bthn, kv_bshn, shared_bse, segment_ids)
+  return sharding.constrain(out_bthv, *PER_HEAD)
+
+
+def _absorbed(params, query_bthn, cache, config, span):
+  """Attention in the latent space: the form for few queries and a cache.
+
+  score = (W_uk^T q) . latent + q_shared . shared; the value projection is
+  applied once to the weighted latent.
+  """
+  c = config.mla
+  wide = jnp.promote_types(query_bthn.dtype, jnp.float32)
+  up_rhn = params['kv_up'].astype(query_bthn.dtype)
+  key_rhn, value_rhv = up_rhn[..., : c.nope_dim], up_rhn[..., c.nope_dim :]
+  nope_bthn = query_bthn[..., : c.nope_dim]
+  shared_bthe = query_bthn[..., c.nope_dim :]
+  latent_bsr, shared_bse = cache['latent'], cache['shared']
+  query_bthr = jnp.einsum(
+    'bthn,rhn->bthr', nope_bthn, key_rhn, preferred_element_type=wide
+  ).astype(query_bthn.dtype)
+  score_bhts = jnp.einsum(
+    'bthr,bsr->bhts', query_bthr, latent_bsr, preferred_element_type=wide
+  ) + jnp.einsum(
+    'bthe,bse->bhts', shared_bthe, shared_bse, preferred_element_type=wide
+  )
+  visible_bts = span.visible(query_bthn.shape[1])
+  score_bhts = jnp.where(
+    visible_bts[:, None], score_bhts * c.query_dim**-0.5, -jnp.inf
+  )
+  weight_bhts = jax.nn.softmax(score_bhts, -1).astype(query_bthn.dtype)
+  mixed_bthr = jnp.einsum(
+    'bhts,bsr->bthr', weight_bhts, latent_bsr, preferred_element_type=wide
+  ).astype(query_bthn.dtype)
+  return jnp.einsum(
+    'bthr,rhv->bthv', mixed_bthr, value_rhv, preferred_element_type=wide
+  )
+
+
+def mla_cache(
+  config: ModelConfig, batch: int, length: int
+) -> dict[str, jax.Array]:
+  """The empty cache of one layer: r + e numbers for each of `length` tokens."""
+  c, dtype = config.mla, jnp.dtype(config.dtype)
+  return {
+    'latent': jnp.zeros((batch, length, c.kv_rank), dtype),
+    'shared': jnp.zeros((batch, length, c.shared_dim), dtype),
+  }
+
+
+class Mla(nn.Module):
+  """`mla_layer` with its own parameters."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_btd, *, segment_ids=None, cache=None, span=None):
+    return mla_layer(
+      declare(self, mla_parameters(self.config)),
+      x_btd,
+      self.config,
+      segment_ids=segment_ids,
+      cache=cache,
+      span=span,
+    )

@@ -1,0 +1,172 @@
+"""Mesh axes, logical axis names, one RULES table, and the functions that use it.
+
+A parameter or activation names its axes ('batch', 'heads', 'embed', ...); this
+file alone says where they live on the mesh. All five mesh axes are always
+present (length 1 allowed) and have explicit types, so that `jax.eval_shape` on
+an abstract mesh checks every sharding of a configuration without hardware.
+Without a mesh in context every function here is the identity, and the model is
+ordinary single-device JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+
+AXES = ('pipe', 'data', 'context', 'expert', 'tensor')
+
+# Logical axis -> mesh axes. A name in FULLY_SHARDED may fall back to fewer mesh
+# axes when its size is not divisible (small ranks); every other name must fit.
+RULES: dict[str | None, tuple[str, ...]] = {
+  None: (),
+  # activations
+  'batch': ('data', 'expert'),
+  'seq': ('context',),
+  'shards': ('data', 'expert', 'context'),  # one entry for each token shard
+  # activations and parameters
+  'heads': ('tensor',),
+  'hidden': ('tensor',),
+  'vocab': ('tensor',),
+  'experts': ('expert',),
+  # parameters, fully sharded (ZeRO-3); context ranks are data-parallel here
+  'embed': ('data', 'context'),
+  'latent': ('data', 'context'),
+  'rank': ('data', 'context'),
+  # stacked layers
+  'layers': (),
+}
+FULLY_SHARDED = ('embed', 'latent', 'rank')
+Names = Sequence[str | None]
+
+
+def make_mesh(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
+  """The mesh of the five AXES; axes that `sizes` leaves out have length 1.
+
+  Raises:
+    ValueError: an unknown axis, or the product is not the number of devices;
+      the message names the nearest mesh that fits.
+  """
+  devices = jax.devices() if devices is None else devices
+  unknown = sorted(set(sizes) - set(AXES))
+  if unknown:
+    raise ValueError(f'mesh has no axis {unknown}; its axes are {AXES}.')
+  shape = tuple(sizes.get(axis, 1) for axis in AXES)
+  if min(shape) < 1 or math.prod(shape) != len(devices):
+    rest = math.prod(n for axis, n in zip(AXES, shape) if axis != 'data')
+    data = max(1, len(devices) // max(1, rest))
+    raise ValueError(
+      f'mesh {dict(zip(AXES, shape))} needs {math.prod(shape)} devices and '
+      f'there are {len(devices)}; the nearest that fits has data={data} and '
+      f'{data * rest} devices.'
+    )
+  return jax.make_mesh(
+    shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices
+  )
+
+
+def mesh_is_set() -> bool:
+  """Whether a mesh is in context (`jax.set_mesh` or an abstract one)."""
+  return not jax.sharding.get_abstract_mesh().empty
+
+
+def token_shards() -> int:
+  """How many pieces the tokens of a batch are split into."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return math.prod(mesh.shape[a] for a in RULES['shards']) if mesh_is_set() else 1
+
+
+def spec(names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
+  """The PartitionSpec of an array whose axes are called `names`.
+
+  Args:
+    names: a logical name, or None, for each axis.
+    shape: with it, names in FULLY_SHARDED drop mesh axes that do not divide,
+      and any other indivisible axis raises ValueError.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  parts = []
+  for i, name in enumerate(names):
+    axes = RULES[name]
+    if shape is not None and not mesh.empty:
+      axes = _fitting(name, axes, shape[i], mesh)
+    parts.append(axes if len(axes) > 1 else axes[0] if axes else None)
+  return PartitionSpec(*parts)
+
+
+def _fitting(name, axes, size, mesh):
+  """The longest prefix of `axes` that divides `size`; all of it, if required."""
+  full = axes
+  while axes and size % math.prod(mesh.shape[a] for a in axes):
+    axes = axes[:-1]
+  if axes != full and name not in FULLY_SHARDED:
+    ways = math.prod(mesh.shape[a] for a in full)
+    raise ValueError(
+      f'{name}={size} is not divisible by the mesh axes {full} ({ways}); '
+      f'choose a multiple of {ways} or a smaller mesh.{full[-1]}.'
+    )
+  return axes
+
+
+def named(names: Names, shape: Sequence[int], mesh) -> NamedSharding:
+  """The NamedSharding of a parameter of `shape` on `mesh`."""
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    return NamedSharding(mesh, spec(names, shape))
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+  """`x` laid out by `names`."""
+  if not mesh_is_set():
+    return x
+  return jax.sharding.reshard(x, spec(names, x.shape))
+
+
+def use(weight: jax.Array, dtype, *names: str | None) -> jax.Array:
+  """A parameter made ready for one use: cast, then gathered over ZeRO axes.
+
+  The cast comes first so that the all-gather moves the compute dtype. Its
+  transpose is the reduce-scatter of the gradient.
+  """
+  weight = weight.astype(dtype)
+  if not mesh_is_set():
+    return weight
+  kept = tuple(None if name in FULLY_SHARDED else name for name in names)
+  return jax.sharding.reshard(weight, spec(kept, weight.shape))
+
+
+def einsum(subscripts: str, *operands, out: Names, **kwargs) -> jax.Array:
+  """`jnp.einsum` whose result is laid out by the logical names `out`.
+
+  Explicit axes refuse to guess when a contracted axis is sharded (heads in an
+  output projection), so every projection says what it returns.
+  """
+  if mesh_is_set():
+    kwargs['out_sharding'] = spec(out)
+  return jnp.einsum(subscripts, *operands, **kwargs)
+
+
+def local(
+  function: Callable[..., Any], *, inputs: Any, outputs: Any
+) -> Callable[..., Any]:
+  """`function` run on every device's own shard (a `shard_map`).
+
+  For what explicit axes cannot express: sorts, scatters, scans over tokens and
+  custom derivatives. `inputs` and `outputs` are pytrees (prefixes) of tuples of
+  logical names. Arrays whose names map to nothing are replicated, and their
+  gradients are summed over the mesh.
+  """
+  if not mesh_is_set():
+    return function
+  is_names = lambda x: isinstance(x, tuple) and all(
+    n is None or isinstance(n, str) for n in x
+  )
+  specs = lambda tree: jax.tree.map(spec, tree, is_leaf=is_names)
+  # Every output below names the axes it varies over, so the replication check
+  # adds nothing; Pallas calls and hand-written VJPs do not pass it.
+  return jax.shard_map(
+    function, in_specs=specs(inputs), out_specs=specs(outputs), check_vma=False
+  )
