@@ -88,7 +88,7 @@ def _weights(logits_m, mask_m):
   if mask_m is not None:
     mask_m = _over_tokens(mask_m, logits_m.ndim)
     logits_m = jnp.where(mask_m, logits_m, -jnp.inf)
-  top = jax.lax.stop_gradient(jnp.max(logits_m, axis=0))
+  top = jnp.max(logits_m, axis=0)
   top = jnp.where(top == -jnp.inf, 0, top)
   total = jnp.sum(jnp.exp(logits_m - top), axis=0)
   lse = top + jnp.log(jnp.where(total > 0, total, 1))
@@ -132,26 +132,30 @@ def _backward(eps, saved, cotangents):
     allowed_m = _over_tokens(mask_m, logits_m.ndim)
     weights_m = jnp.where(allowed_m, weights_m, 0)
   dp_m = dweights_m + _stack(
-    jnp.sum(do_d * x_md, axis=-1),
+    jax.lax.map(lambda x_d: jnp.sum(do_d * x_d, axis=-1), x_md),
     None if y_d is None else jnp.sum(do_d * y_d, axis=-1),
   )
   ds_m = weights_m * (dp_m - jnp.sum(weights_m * dp_m, axis=0))
-  slope_m = ds_m * rstd_m  # d logit / d(w . v)
+  slope_m = ds_m * rstd_m  # the derivative by the product of w and v_j
   pull_m = slope_m * rstd_m * logits_m / sources_md.shape[-1]
 
-  def through(value, at):
-    """The cotangent of the rows `value` with scalars indexed by `at`."""
-    p, slope, pull = weights_m[at], slope_m[at], pull_m[at]
-    grad = p[..., None] * do_d + slope[..., None] * w_d
-    return (grad - pull[..., None] * value).astype(value.dtype)
+  def through(at):
+    """(cotangent of one source, its part of the cotangent of w)."""
+    x_d, weight, slope, pull = at
+    dx_d = weight[..., None] * do_d + slope[..., None] * w_d
+    dx_d = (dx_d - pull[..., None] * x_d).astype(x_d.dtype)
+    return dx_d, _sum_tokens(slope[..., None] * x_d)
 
+  # One source at a time: the sources are the largest arrays here, and no
+  # second one of their size is alive beside the result.
   count = sources_md.shape[0]
-  dsources_md = through(x_md, slice(count))
-  dw_d = _sum_tokens(slope_m[:count, ..., None] * x_md)
-  dpartial_d = None
+  of_sources = [scalar_m[:count] for scalar_m in (weights_m, slope_m, pull_m)]
+  dsources_md, dw_md = jax.lax.map(through, (x_md, *of_sources))
+  dw_d, dpartial_d = jnp.sum(dw_md, axis=0), None
   if y_d is not None:
-    dpartial_d = through(y_d, count)
-    dw_d += _sum_tokens(slope_m[count, ..., None] * y_d)
+    of_partial = [scalar_m[count] for scalar_m in (weights_m, slope_m, pull_m)]
+    dpartial_d, dw = through((y_d, *of_partial))
+    dw_d += dw
   dquery_d = (dw_d * gain_d).astype(query_d.dtype)
   dgain_d = (dw_d * query_d).astype(gain_d.dtype)
   return (dsources_md, dpartial_d, dquery_d, dgain_d), None
