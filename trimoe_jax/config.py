@@ -9,7 +9,15 @@ names the nearest valid field when one is unknown.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from trimoe_jax.data.sources import DataConfig
+from trimoe_jax.data.stages import StageConfig
+from trimoe_jax.optim.config import OptimConfig
 
 Remat = Literal['none', 'block', 'full']
 Balance = Literal['quantile', 'sign', 'aux_loss', 'none']
@@ -172,3 +180,175 @@ class ModelConfig:
   def sources(self) -> int:
     """Sources of the output mix: every block sum and the embedding."""
     return -(-self.layers // self.residual_block) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """`chunk` tokens have logits at once; `z_loss` 1e-4 is usual, 0 is none."""
+
+  chunk: int = 2048
+  z_loss: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Devices along each mesh axis; the product is the number of devices."""
+
+  pipe: int = 1
+  data: int = 1
+  context: int = 1
+  expert: int = 1
+  tensor: int = 1
+
+  def sizes(self) -> dict[str, int]:
+    return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Held-out measurements at the end of a stage, and the sampled text."""
+
+  batches: int = 4  # of held-out rows, at the stage's context
+  batch_tokens: int = 16384  # in one such batch
+  every_steps: int | None = None  # None: at stage ends only
+  needles: int = 16  # recall questions at each context length
+  sample_prompt: str = 'def '
+  sample_tokens: int = 256
+  temperature: float = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """`keep` of the regular checkpoints stay; those of stage ends always do."""
+
+  every_steps: int | None = 100  # None: at stage ends only
+  keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """A whole run. Everything that decides its numbers is in here."""
+
+  name: str = 'run'
+  seed: int = 0
+  model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+  data: DataConfig = dataclasses.field(default_factory=DataConfig)
+  stages: tuple[StageConfig, ...] = ()
+  optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+  loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+  mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+  eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+  checkpoint: CheckpointConfig = dataclasses.field(
+    default_factory=CheckpointConfig
+  )
+  log_every: int = 1
+  profile_steps: tuple[int, int] | None = None  # [first, last] traced once
+
+  def __post_init__(self):
+    if not self.stages:
+      raise ValueError(
+        'stages is empty; give at least one, such as '
+        'dict(context=1024, batch=8, tokens=1_000_000).'
+      )
+    router = self.model.router
+    split = [s for s in self.stages if s.micro_batches > 1]
+    if router.estimator == 'exact' and split:
+      raise ValueError(
+        "router.estimator='exact' needs all margins of a step at once and "
+        f'stage.micro_batches={split[0].micro_batches}; use 1 micro-batch or '
+        "the 'uniform' or 'log_edges' estimator."
+      )
+    _check_divisible(self)
+
+
+def _check_divisible(config: TrainConfig):
+  """Refuses sizes that the mesh cannot split evenly."""
+  mesh, model = config.mesh, config.model
+  uneven = [
+    ('model.kda.heads', model.kda.heads, 'tensor', mesh.tensor),
+    ('model.mla.heads', model.mla.heads, 'tensor', mesh.tensor),
+    ('model.vocab_size', model.vocab_size, 'tensor', mesh.tensor),
+    ('model.moe.experts', model.moe.experts, 'expert', mesh.expert),
+  ]
+  for i, stage in enumerate(config.stages):
+    rows = stage.batch // stage.micro_batches
+    shards = mesh.data * mesh.expert
+    where = f'stages[{i}]'
+    uneven.append((f'{where}.batch/micro_batches', rows, 'data*expert', shards))
+    uneven.append((f'{where}.context', stage.context, 'context', mesh.context))
+  for name, size, axis, ways in uneven:
+    if size % ways:
+      raise ValueError(
+        f"{name}={size} is not divisible by the mesh's {axis} ({ways}); "
+        f'choose a multiple of {ways} or a smaller mesh.'
+      )
+
+
+def from_dict(cls: type, values: Mapping[str, Any], path: str = '') -> Any:
+  """An instance of the configuration class `cls` from nested dictionaries.
+
+  Args:
+    cls: one of the dataclasses above.
+    values: field values; nested mappings for nested dataclasses, sequences for
+      tuples. Fields left out keep their defaults.
+    path: prefix of field names in messages.
+
+  Raises:
+    ValueError: an unknown field (the nearest valid one is named) or a value
+      that the class refuses.
+    TypeError: a value of the wrong type.
+  """
+  hints = typing.get_type_hints(cls)
+  known = [field.name for field in dataclasses.fields(cls)]
+  for name in values:
+    if name not in known:
+      near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+      raise ValueError(
+        f'{path}{name} is not a field of {cls.__name__}; did you mean '
+        f'{path}{near}? It has {", ".join(known)}.'
+      )
+  return cls(
+    **{
+      name: _convert(hints[name], value, f'{path}{name}')
+      for name, value in values.items()
+    }
+  )
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+  """`value` as the type `kind`; only int is coerced, to float."""
+  origin, options = typing.get_origin(kind), typing.get_args(kind)
+  if origin in (typing.Union, types.UnionType):
+    if value is None and type(None) in options:
+      return None
+    (kind,) = [option for option in options if option is not type(None)]
+    return _convert(kind, value, path)
+  if dataclasses.is_dataclass(kind):
+    if isinstance(value, Mapping):
+      return from_dict(kind, value, f'{path}.')
+    raise _wrong_type(path, value, f'a dictionary of {kind.__name__} fields')
+  if origin is Literal:
+    if value in options:
+      return value
+    near = difflib.get_close_matches(str(value), map(str, options), 1, 0.0)
+    raise ValueError(
+      f'{path}={value!r}; choose one of {options}. Nearest: {near[0]!r}.'
+    )
+  if origin is tuple:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+      inner = options[:1] * len(value) if Ellipsis in options else options
+      if len(inner) == len(value):
+        pairs = enumerate(zip(inner, value))
+        return tuple(_convert(k, v, f'{path}[{i}]') for i, (k, v) in pairs)
+    raise _wrong_type(path, value, f'a sequence like {kind}')
+  if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+    return value
+  raise _wrong_type(path, value, kind.__name__)
+
+
+def _wrong_type(path: str, value: Any, wanted: str) -> TypeError:
+  return TypeError(
+    f'{path}={value!r} is a {type(value).__name__}; give {wanted}.'
+  )

@@ -1,4 +1,4 @@
-"""Mesh axes, logical axis names, one RULES table, and the functions that use it.
+"""Mesh axes, logical axis names, one RULES table and its users.
 
 A parameter or activation names its axes ('batch', 'heads', 'embed', ...); this
 file alone says where they live on the mesh. All five mesh axes are always
@@ -10,13 +10,13 @@ ordinary single-device JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AXES = ('pipe', 'data', 'context', 'expert', 'tensor')
 
@@ -77,7 +77,9 @@ def mesh_is_set() -> bool:
 def token_shards() -> int:
   """How many pieces the tokens of a batch are split into."""
   mesh = jax.sharding.get_abstract_mesh()
-  return math.prod(mesh.shape[a] for a in RULES['shards']) if mesh_is_set() else 1
+  return (
+    math.prod(mesh.shape[a] for a in RULES['shards']) if mesh_is_set() else 1
+  )
 
 
 def spec(names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
@@ -99,7 +101,7 @@ def spec(names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
 
 
 def _fitting(name, axes, size, mesh):
-  """The longest prefix of `axes` that divides `size`; all of it, if required."""
+  """The longest prefix of `axes` that divides `size`."""
   full = axes
   while axes and size % math.prod(mesh.shape[a] for a in axes):
     axes = axes[:-1]
@@ -161,8 +163,8 @@ def local(
   """
   if not mesh_is_set():
     return function
-  is_names = lambda x: isinstance(x, tuple) and all(
-    n is None or isinstance(n, str) for n in x
+  is_names = lambda x: (
+    isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
   )
   specs = lambda tree: jax.tree.map(spec, tree, is_leaf=is_names)
   # Every output below names the axes it varies over, so the replication check

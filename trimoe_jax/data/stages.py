@@ -25,7 +25,9 @@ class StageConfig:
 
   Its length is a budget of `tokens` (rounded up to whole steps) or a number of
   `steps`. `long_repeats` > 1 uses documents of at least `context` tokens that
-  many times in an epoch; shorter ones are used once.
+  many times in an epoch; shorter ones are used once. The learning rate is
+  multiplied by `peak`, and gradients are accumulated over `micro_batches`
+  equal parts of the batch.
   """
 
   context: int
@@ -33,11 +35,20 @@ class StageConfig:
   tokens: int | None = None
   steps: int | None = None
   long_repeats: int = 1
+  peak: float = 1.0
+  micro_batches: int = 1
 
   def __post_init__(self):
-    for name in ('context', 'batch', 'long_repeats'):
+    for name in ('context', 'batch', 'long_repeats', 'micro_batches'):
       if getattr(self, name) < 1:
         raise ValueError(f'stage.{name}={getattr(self, name)}; use 1 or more.')
+    if self.batch % self.micro_batches:
+      raise ValueError(
+        f'stage.batch={self.batch} is not divisible by '
+        f'stage.micro_batches={self.micro_batches}; choose a divisor.'
+      )
+    if not self.peak > 0:
+      raise ValueError(f'stage.peak={self.peak} must be positive.')
     if (self.tokens is None) == (self.steps is None):
       raise ValueError(
         f'stage.tokens={self.tokens} and stage.steps={self.steps}: give '

@@ -186,7 +186,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     return ByteTokenizer()
   if not os.path.exists(name_or_path) and not name_or_path.endswith('.json'):
     close = difflib.get_close_matches(name_or_path, ['bytes'])
-    hint = f'; did you mean {close[0]!r}?' if close else ''
+    hint = f'; did you mean {close[0]!r}?' if close else '.'
     raise ValueError(
       f'data.tokenizer={name_or_path!r} is neither a name nor a file{hint} '
       "Give 'bytes' or the path of a Hugging Face tokenizer.json."

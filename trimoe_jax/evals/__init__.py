@@ -1,0 +1,1 @@
+"""Measurements of a trained model: held-out loss, recall, synthetic tasks."""

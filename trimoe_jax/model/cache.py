@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from flax import struct
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 
 class Cache(struct.PyTreeNode):
-  """Everything a continuation needs. `layers` is stacked like the parameters."""
+  """All a continuation needs. `layers` is stacked like the parameters."""
 
   layers: Any
   valid: jax.Array

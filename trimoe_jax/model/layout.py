@@ -10,8 +10,8 @@ folded too. What remains different is written out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 from trimoe_jax.config import Ffn, Mixer, ModelConfig
 
@@ -101,13 +101,9 @@ def _fold_period(nodes: tuple[Node, ...], period: int) -> tuple[Node, ...]:
 
 def block_runs(config: ModelConfig) -> tuple[BlockRun, ...]:
   """The whole network as runs of equal residual blocks."""
-  kinds = [
-    Layer(config.mixer(i), config.ffn(i)) for i in range(config.layers)
-  ]
+  kinds = [Layer(config.mixer(i), config.ffn(i)) for i in range(config.layers)]
   size = config.residual_block
-  blocks = [
-    fold(kinds[i : i + size]) for i in range(0, config.layers, size)
-  ]
+  blocks = [fold(kinds[i : i + size]) for i in range(0, config.layers, size)]
   runs, i = [], 0
   while i < len(blocks):
     count = 1

@@ -43,15 +43,11 @@ def mla_parameters(config: ModelConfig) -> Table:
     'query_down': Parameter((d, c.query_rank), ('embed', None), init),
     'query_norm': Parameter((c.query_rank,), (None,), ones),
     'query_up': Parameter((c.query_rank, c.heads, c.query_dim), up, init),
-    'kv_down': Parameter(
-      (d, c.kv_rank + c.shared_dim), ('embed', None), init
-    ),
+    'kv_down': Parameter((d, c.kv_rank + c.shared_dim), ('embed', None), init),
     'kv_norm': Parameter((c.kv_rank,), (None,), ones),
     'kv_up': Parameter((c.kv_rank, c.heads, kv), up, init),
     'gate': Parameter((d, c.heads, c.value_dim), into, init),
-    'out': Parameter(
-      (c.heads, c.value_dim, d), ('heads', None, 'embed'), init
-    ),
+    'out': Parameter((c.heads, c.value_dim, d), ('heads', None, 'embed'), init),
   }
 
 
@@ -91,9 +87,7 @@ def mla_layer(
     )
   else:
     out_bthv = _absorbed(params, query_bthn, cache, config, span)
-  gate_dhv = sharding.use(
-    params['gate'], x_btd.dtype, 'embed', 'heads', None
-  )
+  gate_dhv = sharding.use(params['gate'], x_btd.dtype, 'embed', 'heads', None)
   gate_bthv = sharding.einsum('btd,dhv->bthv', x_btd, gate_dhv, out=PER_HEAD)
   wide = out_bthv.dtype
   gated_bthv = out_bthv * jax.nn.sigmoid(gate_bthv.astype(wide))

@@ -7,9 +7,9 @@ configuration can be counted and sharded without an array.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -84,9 +84,7 @@ def initialize(table: Table, key: jax.Array) -> Any:
     table, is_leaf=lambda x: isinstance(x, Parameter)
   )
   keys = jax.random.split(key, len(leaves))
-  return structure.unflatten(
-    [p.init(k, p.shape) for p, k in zip(leaves, keys)]
-  )
+  return structure.unflatten([p.init(k, p.shape) for p, k in zip(leaves, keys)])
 
 
 def abstract(table: Table, mesh=None) -> Any:
