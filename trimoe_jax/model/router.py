@@ -1,14 +1,17 @@
 """Routing with balanced experts: select, observe, solve.
 
 `route` is the one selection function of training and inference. Under
-observation it also returns additive integer statistics; the training step adds
-them over micro-batches with `combine` and calls `solve` once per optimizer
-step. The bias is state, not a parameter: no gradient, no weight decay, no
-average over checkpoints ever touches it, and evaluation never observes.
+observation it also returns additive integer statistics of the tokens it saw; a
+training step adds those of its micro-batches with `combine`, those of its
+token shards with `reduce`, and calls `solve` once per optimizer step. The bias
+is state, not a parameter: no gradient, no weight decay, no average over
+checkpoints ever touches it, and evaluation never observes.
 
 Time order: the state of step n routes batch n; batch n yields the state of
 step n + 1. A bias solved on the batch it routes would let a token see later
-tokens. `timing='in_batch'` does exactly that, for study.
+tokens. `timing='in_batch'` does exactly that, for study: not causal, and over
+the tokens of one call (a device's own, inside a `shard_map`). The state then is
+the bias of inference; `ema` averages it over steps.
 
 Source: Kimi K3 technical report, section 2.3.3; Quantile balancing,
 kexue.fm/archives/11619; the sign rule: arXiv 2408.15664.
@@ -26,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import quantile_router
+from trimoe_jax import sharding
 from trimoe_jax.config import MoeConfig, RouterConfig
 
 # Bins of the 'log_edges' estimator: 16 edges on either side of the bias.
@@ -55,6 +59,9 @@ class RouterState:
 @flax.struct.dataclass
 class RouterStats:
   """What a step observed; every field adds up over micro-batches.
+
+  `route` returns one layer's, the leading axes '...' being none. The model
+  stacks them to [L, S, ...] over layers and token shards, `reduce` sums S.
 
   Attributes:
     load: int32 [..., E], counted tokens routed to each expert.
@@ -137,6 +144,7 @@ def route(
   if in_batch:
     stats = _observe(logits, first, first, mask=mask, moe=moe, config=config)
     bias_e = jax.lax.stop_gradient(_quantile(state, stats, config))
+    bias_e = jnp.where(stats.valid > 0, bias_e, state.bias)
     used = _select(logits, bias_e, mask, moe=moe, config=config)
   stats = _observe(logits, first, used, mask=mask, moe=moe, config=config)
   return used.indices, used.weights, stats
@@ -149,6 +157,28 @@ def combine(first: RouterStats, second: RouterStats) -> RouterStats:
     margins = jnp.concatenate([margins, second.margins], axis=-1)
   added = jax.tree.map(
     jnp.add, first.replace(margins=None), second.replace(margins=None)
+  )
+  return added.replace(margins=margins)
+
+
+def reduce(stats: RouterStats) -> RouterStats:
+  """Statistics [L, ...] of a whole step from those of S token shards.
+
+  The only communication of the router: on a mesh one all-reduce of integers.
+  Call it once a step, outside the layer scan and the micro-batch loop. The
+  integer sum makes the next bias independent of how tokens were sharded.
+
+  Args:
+    stats: [L, S, ...], a token on exactly one of the S shards.
+  """
+  margins = stats.margins
+  if margins is not None:
+    margins = sharding.constrain(margins, *(None,) * margins.ndim)
+    layers, shards, experts, tokens = margins.shape
+    margins = jnp.swapaxes(margins, 1, 2)
+    margins = margins.reshape(layers, experts, shards * tokens)
+  added = jax.tree.map(
+    lambda x: jnp.sum(x, axis=1), stats.replace(margins=None)
   )
   return added.replace(margins=margins)
 
@@ -172,7 +202,15 @@ def solve(
     stats: [L, ...], summed over the micro-batches and shards of the step.
     config: balance 'quantile'; 'sign' moves each bias by sign_rate towards the
       mean load; 'aux_loss' and 'none' keep the state.
+
+  Raises:
+    ValueError: `stats` are not one entry a layer.
   """
+  if stats.load.shape != state.bias.shape:
+    raise ValueError(
+      f'load has shape {stats.load.shape} and the bias {state.bias.shape}; '
+      'stack the layers, and sum the token shards with `reduce`.'
+    )
   if config.balance not in ('quantile', 'sign'):
     return state
   if config.balance == 'sign':
@@ -243,9 +281,11 @@ def metrics(stats: RouterStats) -> dict[str, jax.Array]:
 
   max_vio = max load / mean load - 1; min_vio = 1 - min load / mean load;
   cv = standard deviation / mean; dead = experts without a token (int32);
-  nonfinite = tokens left out (int32); crossing_mass = largest share of the
-  tokens in the bin where an expert's quantile lies (only with a histogram):
-  far above top_k / E the bins do not resolve the scores.
+  nonfinite = tokens left out (int32). With a histogram also crossing_mass,
+  the largest share of the tokens in the bin where an expert's quantile lies,
+  and unresolved (int32), the experts for which that bin holds more than their
+  whole target load: the bins are too wide for these scores, use more of them,
+  log_edges or the logit space.
   """
   load_e = stats.load.astype(jnp.float32)
   mean = jnp.maximum(jnp.mean(load_e, axis=-1), 1e-9)
@@ -262,6 +302,8 @@ def metrics(stats: RouterStats) -> dict[str, jax.Array]:
     )
     valid = jnp.maximum(stats.valid, 1).astype(jnp.float32)
     found['crossing_mass'] = jnp.max(inside_e, axis=-1) / valid
+    wide = inside_e / valid[..., None] > stats.top_k / stats.load.shape[-1]
+    found['unresolved'] = jnp.sum(wide, axis=-1, dtype=jnp.int32)
   return found
 
 
