@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import inputs as kda_inputs
-from pallas_kernels.kda import reference
+from pallas_kernels.kda import reference, xla
 
 LOWEST_BOUND = -5.0
 _SAVE = ('inputs', 'state', 'state_and_t')
@@ -109,14 +109,16 @@ def kda(
     save,
   )
   state = _entering_state(raw, initial_state)
-  dispatch.choose('kda', implementation, _candidates(lower_bound))
+  name = dispatch.choose('kda', implementation, _candidates(lower_bound))
   if q.shape[1] == 0:
     return jnp.zeros(v.shape, v.dtype), state
-  return reference.recurrence(raw, state, segment_ids, settings)
+  run = {'xla': xla.chunked, 'reference': reference.recurrence}[name]
+  return run(raw, state, segment_ids, settings)
 
 
 def _candidates(lower_bound: float | None) -> list[dispatch.Candidate]:
-  return [('reference', None)]
+  unbounded = _UNBOUNDED if lower_bound is None else None
+  return [('xla', unbounded), ('reference', None)]
 
 
 def _entering_state(raw: kda_inputs.Raw, initial_state) -> jax.Array:
