@@ -38,8 +38,7 @@ def make_optimizer(
   Raises:
     ValueError: a parameter has no group, or too few axes for its matrices.
   """
-  labels = groups.label_tree(params)
-  groups.check_ranks(params)
+  groups.check(params)
   adam_lr = config.lr if config.adam_lr is None else config.adam_lr
   decay = optax.add_decayed_weights(config.weight_decay, groups.decay_tree)
   return optax.partition(
@@ -59,7 +58,7 @@ def make_optimizer(
         _scale_by_rate(adam_lr, schedule),
       ),
     },
-    labels,
+    groups.label_tree,
   )
 
 
