@@ -90,6 +90,20 @@ def l2_normalize(x: jax.Array) -> jax.Array:
   return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + _NORM_EPS)
 
 
+@jax.custom_jvp
+def _sigmoid(x: jax.Array) -> jax.Array:
+  """Sigmoid whose slope keeps its relative accuracy where it saturates."""
+  return jax.nn.sigmoid(x)
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(primals, tangents):
+  (x,), (x_dot,) = primals, tangents
+  # s (1 - s) would round 1 - s to a few digits once s is nearly 1.
+  y = jax.nn.sigmoid(x)
+  return y, x_dot * (y * jax.nn.sigmoid(-x))
+
+
 def log_decay(gate, a_log, dt_bias, lower_bound: float | None) -> jax.Array:
   """Log decay of a raw gate [..., HV, K], in the dtype of the gate.
 
@@ -101,7 +115,7 @@ def log_decay(gate, a_log, dt_bias, lower_bound: float | None) -> jax.Array:
   a = 1.0 if a_log is None else jnp.exp(a_log.astype(gate.dtype))[:, None]
   if lower_bound is None:
     return -a * jax.nn.softplus(z)
-  return lower_bound * jax.nn.sigmoid(a * z)
+  return lower_bound * _sigmoid(a * z)
 
 
 def activate(raw: Raw, valid, settings: Settings) -> Activated:
@@ -129,5 +143,5 @@ def activate(raw: Raw, valid, settings: Settings) -> Activated:
     bound = settings.lower_bound
     gate = masked(log_decay(gate, raw.a_log, raw.dt_bias, bound))
   if settings.activate_beta:
-    beta = masked(jax.nn.sigmoid(beta))
+    beta = masked(_sigmoid(beta))
   return Activated(q, k, v, gate, beta)
