@@ -135,7 +135,7 @@ def _route_and_run(
     mask=mask_t,
     observe=observe,
   )
-  rows = sort_rows(indices_tj, config.moe.experts, mask=mask_t)
+  rows = sort_rows(indices_tj, config.moe.experts, mask_t=mask_t)
   z_gl = dispatch(z_tl, rows)
   run = lambda x, name: grouped_matmul(x, experts[name], rows.group_sizes)
   h_gf = situ_glu(run(z_gl, 'gate'), run(z_gl, 'up'), config)
