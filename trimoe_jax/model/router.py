@@ -90,7 +90,14 @@ def init_state(
 ) -> RouterState:
   """Zero bias and the range that follows from it."""
   bias_le = jnp.zeros((num_layers, moe.experts), jnp.float32)
-  return _with_range(bias_le, config)
+  return from_bias(bias_le, config)
+
+
+def from_bias(bias_e: jax.Array, config: RouterConfig) -> RouterState:
+  """The state with this float32 bias [..., E], and the range around it."""
+  reach = _REACH[config.space]
+  lo = jnp.min(bias_e, axis=-1) - reach
+  return RouterState(bias_e, lo, jnp.max(bias_e, axis=-1) + reach)
 
 
 def freeze(config: RouterConfig) -> RouterConfig:
@@ -221,7 +228,7 @@ def solve(
       bias_e = config.ema * state.bias + (1.0 - config.ema) * bias_e
     bias_e = bias_e - jnp.mean(bias_e, axis=-1, keepdims=True)
   sound = (stats.valid > 0) & jnp.all(jnp.isfinite(bias_e), axis=-1)
-  solved = _with_range(bias_e, config)
+  solved = from_bias(bias_e, config)
   return jax.tree.map(
     lambda new, old: jnp.where(
       sound.reshape(sound.shape + (1,) * (new.ndim - sound.ndim)), new, old
@@ -305,12 +312,6 @@ def metrics(stats: RouterStats) -> dict[str, jax.Array]:
     wide = inside_e / valid[..., None] > stats.top_k / stats.load.shape[-1]
     found['unresolved'] = jnp.sum(wide, axis=-1, dtype=jnp.int32)
   return found
-
-
-def _with_range(bias_e, config: RouterConfig) -> RouterState:
-  reach = _REACH[config.space]
-  lo = jnp.min(bias_e, axis=-1) - reach
-  return RouterState(bias_e, lo, jnp.max(bias_e, axis=-1) + reach)
 
 
 def _statistics(state: RouterState, config: RouterConfig):
