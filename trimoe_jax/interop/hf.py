@@ -118,6 +118,12 @@ def save(
       f'{directory} already holds a checkpoint; name another folder.'
     )
   released = hf_config.to_released(config, packed=pack_experts)
+  inputs = config.moe.latent, config.moe.hidden
+  if pack_experts and any(n % mxfp4.BLOCK for n in inputs):
+    raise ValueError(
+      f'moe.latent={inputs[0]} and moe.hidden={inputs[1]} must be multiples of '
+      f'{mxfp4.BLOCK} to pack experts; save with pack_experts=False.'
+    )
   _check_parameters(config, params)
   values = {'params': params, 'router': {'bias': state.bias}}
   values = jax.tree.map(np.asarray, values)

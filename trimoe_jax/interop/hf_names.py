@@ -130,7 +130,7 @@ _SHARED: dict[str, tuple[str, Form]] = {
 }
 _EXPERTS = {'w1': 'gate', 'w3': 'up', 'w2': 'down'}
 _BIAS = 'block_sparse_moe.gate.e_score_correction_bias'
-_WIDE = ('query_conv', 'key_conv', 'value_conv', 'out_norm', 'a_log', 'dt_bias')
+WIDE = ('query_conv', 'key_conv', 'value_conv', 'out_norm', 'a_log', 'dt_bias')
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
@@ -197,7 +197,7 @@ def _tensor(config, name, path, index, local, form) -> Tensor:
     'same': local,
     'padded': (max(*local, config.kda.key_dim),),
   }[form]
-  return Tensor(name, path, index, local, stored, form, path[-1] in _WIDE)
+  return Tensor(name, path, index, local, stored, form, path[-1] in WIDE)
 
 
 def _leaf(table, keys):
