@@ -139,6 +139,12 @@ def _logits(q_bhtk, k_bhsk, at, documents, scale):
   return jnp.where(visible, scores_bhts, -jnp.inf)
 
 
+def _add(x_n, at, block):
+  """Adds to one block in place; `x.at[n].add` would be a scatter."""
+  block += jax.lax.dynamic_index_in_dim(x_n, at, keepdims=False)
+  return jax.lax.dynamic_update_index_in_dim(x_n, block, at, 0)
+
+
 def _over_keys(i, count, documents, step, carry):
   """Folds `step` over the key blocks that query block `i` sees."""
   if count == 1:
@@ -225,7 +231,7 @@ def _backward(scale, saved, dout_nbhtv):
       dv_bhsv = einsum('bhts,bhtv->bhsv', p_bhts, dout_bhtv)
       dk_bhsk = einsum('bhts,bhtk->bhsk', ds_bhts, q_bhtk)
       dq_bhtk += einsum('bhts,bhsk->bhtk', ds_bhts, k_bhsk)
-      return dq_bhtk, dk_nbhsk.at[j].add(dk_bhsk), dv_nbhsv.at[j].add(dv_bhsv)
+      return dq_bhtk, _add(dk_nbhsk, j, dk_bhsk), _add(dv_nbhsv, j, dv_bhsv)
 
     carry = jnp.zeros_like(q_bhtk, wide), *gradients
     dq_bhtk, *gradients = _over_keys(i, count, documents, step, carry)

@@ -34,13 +34,13 @@ CACHE_AXES = {
 }
 
 
-def dt_bias_init(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def dt_bias_init(u: jax.Array) -> jax.Array:
   """softplus^-1(dt) with dt = exp(U(ln 1e-3, ln 0.1)), at least 1e-4.
 
   With A_log = 0 the first log-decays lie between -0.48 and -0.005.
   """
   low, high = jnp.log(1e-3), jnp.log(0.1)
-  dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
+  dt = jnp.exp(low + (high - low) * (u + 1) / 2)
   dt = jnp.maximum(dt, 1e-4)
   return dt + jnp.log(-jnp.expm1(-dt))
 

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 
 from trimoe_jax import sharding
 
-Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+# From independent uniform numbers in (-1, 1) of the parameter's shape.
+Init = Callable[[jax.Array], jax.Array]
 Table = Mapping[str, Any]  # nested; leaves are Parameter
+SHARED_STREAM = 2**20  # elements of the largest parameter in the stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +48,20 @@ class Parameter:
 
 
 def normal(std: float) -> Init:
-  return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
+  return lambda u: std * math.sqrt(2.0) * jax.scipy.special.erfinv(u)
 
 
 def uniform(bound: float) -> Init:
   """Uniform in (-bound, bound)."""
-  return lambda key, shape: jax.random.uniform(
-    key, shape, jnp.float32, -bound, bound
-  )
+  return lambda u: bound * u
 
 
-def zeros(key, shape) -> jax.Array:
-  del key
-  return jnp.zeros(shape, jnp.float32)
+def zeros(u: jax.Array) -> jax.Array:
+  return jnp.zeros_like(u)
 
 
-def ones(key, shape) -> jax.Array:
-  del key
-  return jnp.ones(shape, jnp.float32)
+def ones(u: jax.Array) -> jax.Array:
+  return jnp.ones_like(u)
 
 
 def map_table(function: Callable[[Parameter], Any], table: Table) -> Any:
@@ -79,12 +77,32 @@ def stack(table: Table, count: int) -> Table:
 
 
 def initialize(table: Table, key: jax.Array) -> Any:
-  """Fresh values; each leaf gets its own key, in the table's sorted order."""
+  """Fresh values, the same on every mesh.
+
+  Small parameters share one stream of random numbers: a generator for each of
+  a hundred leaves takes XLA longer to compile than the training step.
+  """
   leaves, structure = jax.tree.flatten(
     table, is_leaf=lambda x: isinstance(x, Parameter)
   )
-  keys = jax.random.split(key, len(leaves))
-  return structure.unflatten([p.init(k, p.shape) for p, k in zip(leaves, keys)])
+  stream_key, large_key = jax.random.split(key)
+  small = [p.size if p.size <= SHARED_STREAM else 0 for p in leaves]
+  stream = _symmetric_uniform(stream_key, (sum(small),))
+  values, start = [], 0
+  for i, (p, count) in enumerate(zip(leaves, small)):
+    if count:
+      u = stream[start : start + count].reshape(p.shape)
+    else:
+      u = _symmetric_uniform(jax.random.fold_in(large_key, i), p.shape)
+    values.append(p.init(u))
+    start += count
+  return structure.unflatten(values)
+
+
+def _symmetric_uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """Uniform in the open interval (-1, 1), so that erfinv is finite."""
+  low = jnp.nextafter(jnp.float32(-1), jnp.float32(0))
+  return jax.random.uniform(key, shape, jnp.float32, low, 1.0)
 
 
 def abstract(table: Table, mesh=None) -> Any:
