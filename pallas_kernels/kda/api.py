@@ -108,26 +108,22 @@ def kda(
     chunk_size,
     save,
   )
-  state = _entering_state(raw, initial_state)
   name = dispatch.choose('kda', implementation, _candidates(lower_bound))
+  wide = kda_inputs.wide(q.dtype)
   if q.shape[1] == 0:
-    return jnp.zeros(v.shape, v.dtype), state
+    shape = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
+    state = jnp.zeros(shape) if initial_state is None else initial_state
+    return jnp.zeros(v.shape, v.dtype), state.astype(wide)
+  if initial_state is None:
+    initial_state = kda_inputs.zero_state(raw)
   run = {'xla': xla.chunked, 'reference': reference.recurrence}[name]
-  return run(raw, state, segment_ids, settings)
+  arguments = (raw, initial_state.astype(wide), segment_ids)
+  return run(*kda_inputs.equally_varying(arguments), settings)
 
 
 def _candidates(lower_bound: float | None) -> list[dispatch.Candidate]:
   unbounded = _UNBOUNDED if lower_bound is None else None
   return [('xla', unbounded), ('reference', None)]
-
-
-def _entering_state(raw: kda_inputs.Raw, initial_state) -> jax.Array:
-  batch, _, heads, width = raw.v.shape
-  dtype = kda_inputs.wide(raw.q.dtype)
-  if initial_state is None:
-    shape = (batch, heads, raw.q.shape[-1], width)
-    return jnp.zeros(shape, dtype)
-  return initial_state.astype(dtype)
 
 
 def check_bound(lower_bound: float | None):

@@ -68,6 +68,30 @@ def wide(dtype) -> jnp.dtype:
   return jnp.promote_types(dtype, jnp.float32)
 
 
+def zero_state(raw: Raw) -> jax.Array:
+  """Zeros [B, HV, K, V], sharded as the arguments are."""
+  gate_bhk, v_bhv = raw.gate[:, 0], raw.v[:, 0]
+  like = jnp.einsum('bhk,bhv->bhkv', gate_bhk, v_bhv)
+  return jnp.zeros_like(like, dtype=wide(raw.q.dtype))
+
+
+def equally_varying(tree):
+  """`tree` with every array varying over the manual axes that any varies over.
+
+  Inside `shard_map` a parameter is the same on every device while q is not.
+  Casting the parameter here, outside the scans, also puts the sum of its
+  gradient over devices outside them.
+  """
+  varying = lambda x: jax.typeof(x).manual_axis_type.varying
+  axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
+
+  def cast(x):
+    missing = tuple(sorted(axes - varying(x)))
+    return lax.pcast(x, missing, to='varying') if missing else x
+
+  return jax.tree.map(cast, tree)
+
+
 def documents(segment_ids: jax.Array) -> Documents:
   """Where documents begin, from ids [B, T] in which 0 is padding.
 
@@ -78,9 +102,7 @@ def documents(segment_ids: jax.Array) -> Documents:
   time = lax.broadcasted_iota(jnp.int32, segment_ids.shape, 1)
   latest = lax.cummax(jnp.where(valid, time, -1), axis=1)
   before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-  previous = jax.vmap(lambda ids, at: ids[at])(
-    segment_ids, jnp.maximum(before, 0)
-  )
+  previous = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
   reset = valid & (before >= 0) & (segment_ids != previous)
   return Documents(valid, jnp.cumsum(reset.astype(jnp.int32), 1), reset)
 
@@ -118,6 +140,13 @@ def log_decay(gate, a_log, dt_bias, lower_bound: float | None) -> jax.Array:
   return lower_bound * _sigmoid(a * z)
 
 
+def _repeat_heads(x: jax.Array, group: int) -> jax.Array:
+  # jnp.repeat would ask for a sharding when heads are sharded.
+  shape = (*x.shape[:3], group, x.shape[-1])
+  x = jnp.broadcast_to(x[:, :, :, None], shape)
+  return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
 def activate(raw: Raw, valid, settings: Settings) -> Activated:
   """Inputs of the recurrence, with padding rows made neutral by selection.
 
@@ -138,7 +167,7 @@ def activate(raw: Raw, valid, settings: Settings) -> Activated:
     q, k = l2_normalize(q), l2_normalize(k)
   group = v.shape[2] // q.shape[2]
   if group > 1:
-    q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
+    q, k = (_repeat_heads(x, group) for x in (q, k))
   if settings.activate_gate:
     bound = settings.lower_bound
     gate = masked(log_decay(gate, raw.a_log, raw.dt_bias, bound))

@@ -107,12 +107,12 @@ def _plan(cells: int, length: int, chunk_size: int) -> Plan:
   return Plan(chunk, -(-chunks // groups), groups)
 
 
-def _grouped(x: jax.Array, plan: Plan, mode: str = 'constant') -> jax.Array:
+def _grouped(x: jax.Array, plan: Plan) -> jax.Array:
   """[B, T, ...] padded and cut to [groups, B, L, ...]."""
   length = plan.chunk * plan.group
   tail = plan.groups * length - x.shape[1]
   if tail:
-    x = jnp.pad(x, [(0, 0), (0, tail)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+    x = jnp.pad(x, [(0, 0), (0, tail)] + [(0, 0)] * (x.ndim - 2))
   x = x.reshape(x.shape[0], plan.groups, length, *x.shape[2:])
   return jnp.moveaxis(x, 1, 0)
 
@@ -131,8 +131,9 @@ def _groups(raw: kda_inputs.Raw, segment_ids, plan: Plan) -> Group:
       return Group(arrays, None, None, None)
     valid = jnp.ones((batch, length), bool)
     return Group(arrays, _grouped(valid, plan), None, None)
-  docs = kda_inputs.documents(segment_ids)
-  document = _grouped(docs.index, plan, mode='edge')
+  ids = _grouped(segment_ids, plan)
+  docs = kda_inputs.documents(_ungrouped(ids, ids.shape[0] * ids.shape[2]))
+  document = _grouped(docs.index, plan)
   before = jnp.pad(document[:-1, :, -1], ((1, 0), (0, 0)))
   return Group(arrays, _grouped(docs.valid, plan), document, before)
 
