@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import kda
+from pallas_kernels.kda import decode_step, kda
 from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.model.parameters import (
@@ -93,6 +93,9 @@ def short_conv(
   width = w_hkw.shape[-1]
   if tail is None:
     tail = jnp.zeros((batch, width - 1, *x_bthk.shape[2:]), x_bthk.dtype)
+  if segment_ids is not None:
+    # Padding must look like nothing in the tail, whose ids are not kept.
+    x_bthk = jnp.where((segment_ids > 0)[..., None, None], x_bthk, 0)
   padded = jnp.concatenate([tail.astype(x_bthk.dtype), x_bthk], 1)
   if segment_ids is not None:
     first = jnp.broadcast_to(segment_ids[:, :1], (batch, width - 1))
@@ -119,21 +122,32 @@ def _mix_tokens(inputs: dict[str, Any], config: ModelConfig):
       segment_ids,
       cache.get(f'{name}_tail'),
     )
-  out_bthv, state = kda(
-    mixed['query'],
-    mixed['key'],
-    mixed['value'],
-    inputs['decay'],
-    inputs['beta'],
-    a_log=inputs['a_log'],
-    dt_bias=inputs['dt_bias'],
-    lower_bound=config.kda.lower_bound,
-    initial_state=cache.get('state'),
-    segment_ids=segment_ids,
-    chunk_size=config.kda.chunk_size,
-    implementation=config.kda.implementation,
-  )
+  tokens = (*mixed.values(), inputs['decay'], inputs['beta'])
+  out_bthv, state = _recur(tokens, inputs, cache.get('state'), config)
   return out_bthv, {'state': state, **tails}
+
+
+def _recur(tokens, inputs, state_bhkv, config: ModelConfig):
+  """The recurrence; a single token that continues a state takes one step."""
+  segment_ids = inputs['segment_ids']
+  gate = {
+    'a_log': inputs['a_log'],
+    'dt_bias': inputs['dt_bias'],
+    'lower_bound': config.kda.lower_bound,
+  }
+  if state_bhkv is None or tokens[0].shape[1] != 1:
+    return kda(
+      *tokens,
+      **gate,
+      initial_state=state_bhkv,
+      segment_ids=segment_ids,
+      chunk_size=config.kda.chunk_size,
+      implementation=config.kda.implementation,
+    )
+  active_b = None if segment_ids is None else segment_ids[:, 0] > 0
+  first = (x[:, 0] for x in tokens)
+  out_bhv, state_bhkv = decode_step(*first, state_bhkv, **gate, active=active_b)
+  return out_bhv[:, None], state_bhkv
 
 
 def kda_layer(
