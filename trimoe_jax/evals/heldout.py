@@ -1,0 +1,155 @@
+"""What a run measures at a stage's end: loss, recall, depth-mix weights.
+
+Everything here reads the state and changes nothing: the router routes with its
+bias and observes no statistics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from trimoe_jax import sharding
+from trimoe_jax.config import TrainConfig
+from trimoe_jax.data import Batch, Corpus
+from trimoe_jax.evals.perplexity import LossMeter
+from trimoe_jax.evals.recall import needle_batch, score_recall
+from trimoe_jax.losses import token_losses, token_predictions
+from trimoe_jax.model.model import Model
+from trimoe_jax.model.router import RouterState
+
+# Batches of every context hold about as many tokens, so that one compiled
+# function a context serves the held-out text and the needles.
+INPUTS = ('tokens', 'targets', 'segment_ids')
+
+
+class Evaluator:
+  """Measures states of one run.
+
+  Args:
+    config: the run's.
+    corpus: whose held-out documents are read.
+    mesh: where the state lives.
+    announce: called with a line before anything is compiled.
+  """
+
+  def __init__(
+    self,
+    config: TrainConfig,
+    corpus: Corpus,
+    mesh: jax.sharding.Mesh,
+    announce: Callable[[str], None],
+  ):
+    self._config, self._corpus, self._mesh = config, corpus, mesh
+    self._announce = announce
+    self._compiled: dict[int, Any] = {}
+    self.compile_seconds = 0.0
+
+  def measure(
+    self, params: Any, router: RouterState, contexts: list[int]
+  ) -> dict[str, Any]:
+    """One record: held-out loss at the last context, recall at each.
+
+    Args:
+      params, router: of a train state.
+      contexts: the context lengths trained on so far, ascending.
+    """
+    record = self._heldout(params, router, contexts[-1])
+    record['recall'] = {
+      str(n): self._recall(params, router, n) for n in contexts
+    }
+    return record
+
+  def _heldout(self, params, router, context) -> dict[str, Any]:
+    tokenizer = self._corpus.tokenizer
+    meter, depths = LossMeter(tokenizer.token_bytes), []
+    batches = self._corpus.heldout_batches(
+      context, self._config.eval.batches, self._rows(context)
+    )
+    for batch in batches:
+      scores = self._score(params, router, batch, context)
+      meter.add(scores['losses'], batch)
+      depths.append(np.asarray(scores['depth']))
+    result = meter.result()
+    return {
+      'context': context,
+      'heldout_loss': result.nats_per_token,
+      'bits_per_byte': result.bits_per_byte,
+      'heldout_tokens': result.tokens,
+      'by_position': [p._asdict() for p in result.by_position],
+      'depth': np.mean(depths, 0),
+    }
+
+  def _recall(self, params, router, context) -> dict[str, Any]:
+    needles = needle_batch(
+      self._corpus.tokenizer,
+      self._corpus.heldout,
+      context,
+      count=self._config.eval.needles,
+      seed=self._config.seed,
+    )
+    predicted = [
+      self._score(params, router, part, context)['predictions']
+      for part in _parts(needles, self._rows(context))
+    ]
+    predicted = np.concatenate(predicted)[: self._config.eval.needles]
+    result = score_recall(predicted, needles)
+    return {
+      'token_accuracy': result.token_accuracy,
+      'token_chance': result.token_chance,
+      'exact_match': result.exact_match,
+      'rows': result.rows,
+    }
+
+  def _rows(self, context: int) -> int:
+    shards = self._mesh.shape['data'] * self._mesh.shape['expert']
+    rows = max(1, self._config.eval.batch_tokens // context)
+    return -(-rows // shards) * shards
+
+  def _score(self, params, router, batch: Batch, context: int):
+    """Losses and predictions [B, T] and depth weights of one batch."""
+    where = jax.NamedSharding(self._mesh, sharding.spec(('batch', 'seq')))
+    inputs = {k: jax.device_put(batch[k], where) for k in INPUTS}
+    if context not in self._compiled:
+      self._announce(f'compiling evaluation at {context} tokens …')
+      start = time.perf_counter()
+      with jax.set_mesh(self._mesh):
+        score = jax.jit(lambda *args: score_tokens(*args, self._config))
+        lowered = score.lower(params, router, inputs)
+        self._compiled[context] = lowered.compile()
+      self.compile_seconds += time.perf_counter() - start
+    return self._compiled[context](params, router, inputs)
+
+
+def score_tokens(
+  params: Any, router: RouterState, batch: Batch, config: TrainConfig
+) -> dict[str, jax.Array]:
+  """Losses and most likely next tokens [B, T], and mean depth-mix weights."""
+  hidden_btd, aux = Model(config.model).apply(
+    {'params': params},
+    batch['tokens'],
+    router,
+    batch['segment_ids'],
+    depth=True,
+    method='hidden',
+  )
+  chunk = config.loss.chunk
+  head_da = params['head']
+  return {
+    'losses': token_losses(hidden_btd, head_da, batch['targets'], chunk=chunk),
+    'predictions': token_predictions(hidden_btd, head_da, chunk=chunk),
+    'depth': aux.depth,
+  }
+
+
+def _parts(batch: Batch, rows: int) -> Iterator[Batch]:
+  """`rows` rows at a time; the last part is filled up with padding."""
+  total = batch['tokens'].shape[0]
+  for start in range(0, total, rows):
+    part = {k: batch[k][start : start + rows] for k in INPUTS}
+    missing = rows - part['tokens'].shape[0]
+    yield {k: np.pad(v, ((0, missing), (0, 0))) for k, v in part.items()}

@@ -1,0 +1,202 @@
+"""The training loop: fetch, step, log, save, stop.
+
+Step n is dispatched before the metrics of step n - 1 are read. Checkpoints and
+evaluations happen at step boundaries only. A stage's step is compiled ahead of
+time for its shapes, so a step can never trace again unnoticed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from trimoe_jax import profiling, sharding
+from trimoe_jax.evals.heldout import Evaluator
+from trimoe_jax.metrics import JsonlWriter, NanGuard, Progress, Throughput
+from trimoe_jax.run import Run
+from trimoe_jax.train_state import TrainState
+from trimoe_jax.train_step import BATCH_AXES, make_train_step
+
+# Steps in a row whose loss may be no number before the run gives up.
+PATIENCE = 10
+
+
+def train(run: Run, *, should_stop: Callable[[], bool]) -> TrainState | None:
+  """Trains to the end and returns the last state; None when told to stop.
+
+  The order below is the loop: a checkpoint holds everything up to its step and
+  nothing after, the metrics file the same.
+
+  Args:
+    run: what to train; continues from its latest checkpoint.
+    should_stop: asked after every step; True saves and returns.
+  """
+  config, ends = run.config, run.batches.first_steps[1:]
+  with run.checkpointer() as checkpointer, jax.set_mesh(run.mesh):
+    state = run.restore_or_create(checkpointer)
+    first = int(state.step)
+    logger = Logger(run, first)
+    evaluator = Evaluator(config, run.corpus, run.mesh, logger.say)
+    with _profiler(run) as profiler:
+      for step in range(first, run.batches.total_steps):
+        if step == first or step in ends:
+          compiled = logger.compile(state, step)
+        profiler.before(step + 1)
+        state, metrics = compiled(state, fetch(run, step))
+        profiler.after(step + 1, metrics)
+        logger.step(step, metrics)
+        done, stopping = step + 1, should_stop()
+        at_end = done in ends
+        if at_end or _due(done, config.eval.every_steps):
+          logger.flush()
+          logger.evaluation(done, evaluate(run, evaluator, state, step))
+        if stopping or at_end or _due(done, config.checkpoint.every_steps):
+          logger.flush()
+          checkpointer.save(done, state, data_position={'next_step': done})
+        if stopping and done < run.batches.total_steps:
+          logger.say(f'stopped after step {done}; the same command continues.')
+          logger.close()
+          return None
+    logger.close()
+    return state
+
+
+def fetch(run: Run, step: int) -> dict[str, jax.Array]:
+  """The batch of `step` on the devices, [micro-batches, B, T]."""
+  stage = run.config.stages[run.batches.locate(step).stage]
+  batch = run.batches.batch_at(step)
+  where = jax.NamedSharding(run.mesh, sharding.spec(BATCH_AXES))
+  split = lambda x: x.reshape(stage.micro_batches, -1, stage.context)
+  return {k: jax.device_put(split(v), where) for k, v in batch.items()}
+
+
+def evaluate(
+  run: Run, evaluator: Evaluator, state: TrainState, step: int
+) -> dict[str, Any]:
+  """The evaluation record after `step`, at every context trained so far."""
+  stage = run.batches.locate(step).stage
+  contexts = sorted(set(run.contexts[: stage + 1]))
+  start, compiled = time.perf_counter(), evaluator.compile_seconds
+  record = evaluator.measure(state.params, state.router, contexts)
+  compiled = evaluator.compile_seconds - compiled
+  seconds = time.perf_counter() - start - compiled
+  return {'seconds': seconds, 'compile_seconds': compiled, **record}
+
+
+def _profiler(run: Run) -> profiling.TraceWindow:
+  """The run's profiling window; one past the end where none is wanted."""
+  after = run.batches.total_steps + 1
+  first, last = run.config.profile_steps or (after, after)
+  return profiling.TraceWindow(run.workdir / 'profile', first, last)
+
+
+def _due(done: int, every: int | None) -> bool:
+  return every is not None and done % every == 0
+
+
+class Logger:
+  """Writes records and shows progress; holds back the newest step's metrics."""
+
+  def __init__(self, run: Run, first: int):
+    self._run = run
+    self._writer = JsonlWriter(run.metrics_path, resume_step=first)
+    self._progress = Progress(run.batches.total_steps, initial=first)
+    self._guard = NanGuard(PATIENCE)
+    self._rate = Throughput()
+    self._held: tuple[int, dict[str, Any]] | None = None
+    self._fresh = True
+    if first:
+      self.say(f'continuing after step {first}.')
+
+  def say(self, text: str):
+    self._progress.message(text)
+
+  def compile(self, state: TrainState, step: int) -> Callable[..., Any]:
+    """The compiled step of the stage that `step` lies in."""
+    self.flush()
+    run = self._run
+    number = run.batches.locate(step).stage
+    stage = run.config.stages[number]
+    where = f'stage {number + 1} of {len(run.config.stages)}'
+    self.say(f'compiling {where}: {stage.batch} x {stage.context} tokens …')
+    start = time.perf_counter()
+    train_step = make_train_step(run.config, run.optimizer, run.schedule)
+    compiled = (
+      jax.jit(train_step, donate_argnums=0)
+      .lower(state, fetch(run, step))
+      .compile()
+    )
+    seconds = time.perf_counter() - start
+    self.say(f'compiled {where} in {seconds:.1f} s')
+    report = profiling.memory_report(
+      compiled,
+      micro_batches=stage.micro_batches,
+      remat=run.config.model.remat,
+      loss_chunk=run.config.loss.chunk,
+    )
+    self.say(report)
+    self._write('compile', step, {'stage': number, 'seconds': seconds})
+    self._fresh = True
+    self._progress.pause()
+    return compiled
+
+  def step(self, step: int, metrics: dict[str, Any]):
+    """Takes the metrics of `step` and logs those of the step before."""
+    self.flush()
+    self._held = (step, metrics)
+
+  def flush(self):
+    """Logs the metrics held back, if any; waits for them."""
+    if self._held is None:
+      return
+    (step, metrics), self._held = self._held, None
+    metrics = jax.tree.map(np.asarray, metrics)
+    self._guard.check(
+      step, float(metrics['loss']), grad_norm=float(metrics['grad_norm'])
+    )
+    run = self._run
+    number = run.batches.locate(step).stage
+    stage = run.config.stages[number]
+    if self._fresh:  # the first step of a stage would count its warm-up
+      self._rate.start()
+      self._fresh = False
+    else:
+      self._rate.add(stage.step_tokens)
+    if (step + 1) % run.config.log_every == 0:
+      trained = run.batches.tokens_before(step + 1)
+      extra = {'stage': number, 'trained': trained, 'rate': self._rate.rate}
+      self._write('step', step + 1, extra | metrics)
+    left = run.batches.tokens_before(run.batches.total_steps)
+    left -= run.batches.tokens_before(step + 1)
+    self._progress.update(
+      stage=f'{number + 1}/{len(run.config.stages)}, {stage.context} tokens',
+      loss=float(metrics['loss']),
+      rate=self._rate.rate,
+      left=left / self._rate.rate,
+    )
+
+  def evaluation(self, done: int, record: dict[str, Any]):
+    number = self._run.batches.locate(done - 1).stage
+    trained = self._run.batches.tokens_before(done)
+    extra = {'stage': number, 'trained': trained, 'rate': self._rate.rate}
+    self._write('eval', done, extra | record)
+    recall = ', '.join(
+      f'{n}: {r["token_accuracy"]:.0%}' for n, r in record['recall'].items()
+    )
+    self.say(
+      f'held-out loss {record["heldout_loss"]:.3f} at {record["context"]} '
+      f'tokens; needle recall {recall} (chance 10%)'
+    )
+    self._progress.pause()
+
+  def close(self):
+    self.flush()
+    self._writer.close()
+    self._progress.close()
+
+  def _write(self, kind: str, step: int, record: dict[str, Any]):
+    self._writer.write({'kind': kind, 'step': step, **record})

@@ -1,0 +1,215 @@
+"""The report of a finished run: figures, a table a stage, a sampled text.
+
+All of it is made from metrics.jsonl, so that it can be written again, but for
+the continuation, which is sampled from the last state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from trimoe_jax import plots
+from trimoe_jax.metrics import read_jsonl
+from trimoe_jax.model.model import Model, count_parameters
+from trimoe_jax.run import Run
+from trimoe_jax.sampling.sample import generate
+from trimoe_jax.train_state import TrainState
+
+Record = dict[str, Any]
+
+
+def is_finished(run: Run) -> bool:
+  """Whether the run reached its last step and its report was written."""
+  return run.report_path.exists()
+
+
+def write(run: Run, state: TrainState):
+  """Writes figures/*.png and report.md."""
+  records = read_jsonl(run.metrics_path)
+  steps = [r for r in records if r['kind'] == 'step']
+  evals = [r for r in records if r['kind'] == 'eval']
+  compiles = [r for r in records if r['kind'] == 'compile']
+  draw(run, steps, evals)
+  text = '\n\n'.join(
+    [
+      f'# Run {run.config.name}',
+      _summary(run),
+      _stage_table(run, steps, stage_ends(evals), compiles),
+      _figures(),
+      _continuation(run, state),
+    ]
+  )
+  fresh = run.report_path.with_suffix('.new')
+  fresh.write_text(text + '\n', encoding='utf-8')
+  fresh.replace(run.report_path)
+
+
+def stage_ends(evals: list[Record]) -> list[Record]:
+  """The last evaluation of every stage, in order."""
+  last = {record['stage']: record for record in evals}
+  return [last[stage] for stage in sorted(last)]
+
+
+def draw(run: Run, steps: list[Record], evals: list[Record]):
+  """Writes the four figures."""
+  figures = run.workdir / 'figures'
+  trained = [run.batches.tokens_before(s) for s in run.batches.first_steps]
+  plots.plot_loss(
+    figures / 'loss.png',
+    [r['trained'] for r in steps],
+    [r['loss'] for r in steps],
+    stages=[
+      plots.StageSpan(f'{n:,}', a, b)
+      for n, a, b in zip(run.contexts, trained[:-1], trained[1:])
+    ],
+    heldout=(
+      [r['trained'] for r in evals],
+      [r['heldout_loss'] for r in evals],
+    ),
+  )
+  model = run.config.model
+  plots.plot_violation(
+    figures / 'max_vio.png',
+    [r['step'] for r in steps],
+    np.array([r['max_vio'] for r in steps], float),
+    layers=[i + 1 for i in range(model.layers) if model.ffn(i) == 'moe'],
+  )
+  plots.plot_depth_mix(
+    figures / 'depth_mix.png', _depth_rows(run, evals[-1]['depth'])
+  )
+  plots.plot_loss_by_position(
+    figures / 'loss_by_position.png',
+    [_position_curve(record) for record in stage_ends(evals)],
+  )
+
+
+def _depth_rows(run: Run, depth: list) -> list[tuple[str, dict[str, float]]]:
+  """Each sublayer's label and its weights by source.
+
+  The last column is the open block's sum; the first sublayer of a block has
+  none yet, and the output reads the last block there.
+  """
+  model = run.config.model
+  names = ['emb', *(f'b{n}' for n in range(1, model.sources - 1))]
+  rows = []
+  for row, weights in enumerate(depth):
+    layer, part = divmod(row, 2)
+    if layer == model.layers:
+      sources = dict(zip([*names, 'partial'], weights))
+      rows.append(('output', sources))
+      continue
+    known = layer // model.residual_block + 1
+    sources = dict(zip(names[:known], weights))
+    if layer % model.residual_block or part:
+      sources['partial'] = weights[-1]
+    rows.append((f'{layer + 1} {"ffn" if part else "attn"}', sources))
+  return rows
+
+
+def _position_curve(record: Record):
+  buckets = [b for b in record['by_position'] if b['tokens']]
+  middle = [math.sqrt((b['start'] + 1) * b['stop']) for b in buckets]
+  name = f'stage {record["stage"] + 1}: {record["context"]:,} tokens'
+  return name, middle, [b['nats_per_token'] for b in buckets]
+
+
+def _summary(run: Run) -> str:
+  model = run.config.model
+  count = count_parameters(model)
+  environment = json.loads((run.workdir / 'env.json').read_text())
+  mla = len(model.mla_layers)
+  router = model.router
+  return (
+    f'{count.total:,} parameters ({count.active:,} active): '
+    f'{model.layers} layers ({model.layers - mla} KDA, {mla} gated MLA), '
+    f'{model.moe.experts} experts of which {model.moe.top_k} are chosen '
+    f'(balance: {router.balance}), residual blocks of '
+    f'{model.residual_block} layers. Trained on '
+    f'{run.config.data.source or "the Python standard library"} with '
+    f'{jax.local_device_count()} {environment["devices"][0]} device(s), jax '
+    f'{environment["packages"]["jax"]}.'
+  )
+
+
+def _stage_table(
+  run: Run,
+  steps: list[Record],
+  ends: list[Record],
+  compiles: list[Record],
+) -> str:
+  """One row a stage: what it read, what it reached, how fast."""
+  lengths = sorted(set(run.contexts))
+  head = ['stage', 'context', 'steps', 'tokens', 'loss', 'held-out']
+  head += [f'recall {n:,}' for n in lengths] + ['tokens/s', 'compile s']
+  lines = [head, ['---'] + ['---:'] * (len(head) - 1)]
+  for end in ends:
+    number = end['stage']
+    stage = run.config.stages[number]
+    losses = [r['loss'] for r in steps if r['stage'] == number]
+    tail = losses[-max(1, len(losses) // 10) :]
+    seconds = sum(r['seconds'] for r in compiles if r['stage'] == number)
+    recall = end['recall']
+    shown = [recall.get(str(n)) for n in lengths]
+    lines.append(
+      [
+        str(number + 1),
+        f'{stage.context:,}',
+        f'{stage.num_steps:,}',
+        f'{stage.num_steps * stage.step_tokens:,}',
+        f'{np.mean(tail):.3f}',
+        f'{end["heldout_loss"]:.3f}',
+        *(f'{r["token_accuracy"]:.0%}' if r else '' for r in shown),
+        f'{end["rate"]:,.0f}',
+        f'{seconds:.0f}',
+      ]
+    )
+  table = '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+  chance = next(iter(ends[-1]['recall'].values()))['token_chance']
+  guess = 'unknown' if chance is None else f'{chance:.0%}'
+  note = (
+    'Losses are nats a token: the mean of the last tenth of a stage, and on '
+    "held-out documents at the stage's context, where positions beyond 8,192 "
+    'rest on the few documents that are so long. Recall is the share of '
+    f'answer tokens of {run.config.eval.needles} needles that the model '
+    f'predicts; guessing gives {guess}.'
+  )
+  return f'## Stages\n\n{table}\n\n{note}'
+
+
+def _figures() -> str:
+  titles = {
+    'loss.png': 'Loss over tokens, stages shaded',
+    'max_vio.png': 'Load violation of every layer over steps',
+    'depth_mix.png': 'Depth-mix weights of every sublayer at the end',
+    'loss_by_position.png': 'Held-out loss by position in the context',
+  }
+  lines = [f'![{title}](figures/{name})' for name, title in titles.items()]
+  return '## Figures\n\n' + '\n\n'.join(lines)
+
+
+def _continuation(run: Run, state: TrainState) -> str:
+  """Text sampled from the last state, after the configured prompt."""
+  settings, tokenizer = run.config.eval, run.corpus.tokenizer
+  prompt = [tokenizer.bos_id, *tokenizer.encode(settings.sample_prompt)]
+  with jax.set_mesh(run.mesh):
+    tokens = generate(
+      Model(run.config.model),
+      state.params,
+      state.router,
+      np.array([prompt], np.int32),
+      max_tokens=settings.sample_tokens,
+      temperature=settings.temperature,
+      key=jax.random.fold_in(state.key, state.step),
+    )
+  text = tokenizer.decode(np.asarray(tokens)[0])
+  fence = '````'
+  return (
+    f'## Continuation\n\nOf {settings.sample_prompt!r} at temperature '
+    f'{settings.temperature}:\n\n{fence}\n{settings.sample_prompt}{text}\n'
+    f'{fence}'
+  )
