@@ -151,6 +151,7 @@ class Model(nn.Module):
     valid: jax.Array | None = None,
     *,
     fresh: bool = False,
+    last: bool = False,
   ) -> tuple[jax.Array, Cache]:
     """Logits [B, T, a] of tokens that continue `cache`, and the new cache.
 
@@ -160,6 +161,7 @@ class Model(nn.Module):
       router: as for logits.
       valid: [B, T] bool, False for (left) padding; None: all real.
       fresh: whether the cache is empty, which lets a prompt attend blockwise.
+      last: only the last token's logits, [B, 1, a]: all that a prompt needs.
     """
     if valid is None:
       valid = jnp.ones(tokens.shape, bool)
@@ -178,6 +180,8 @@ class Model(nn.Module):
     )
     h_btd, _, layers = self._forward(tokens, router, shared, cache.layers)
     length = cache.length + tokens.shape[1]
+    if last:
+      h_btd = h_btd[:, -1:]
     return self.logits(h_btd), Cache(layers, span.valid, length)
 
   def logits(self, h_btd: jax.Array) -> jax.Array:

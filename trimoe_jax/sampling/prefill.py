@@ -57,6 +57,7 @@ def prefill(
     router,
     valid_bt,
     fresh=fresh,
+    last=True,
     method='extend',
   )
   cache = init_cache(model.config, batch, length)
