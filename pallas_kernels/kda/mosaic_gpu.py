@@ -1,0 +1,245 @@
+"""Kimi Delta Attention forward on Hopper GPUs, in Pallas Mosaic GPU.
+
+Two kernels: `mosaic_gpu_prep` turns raw inputs into chunk operands, all chunks
+at once; `mosaic_gpu_scan` carries the state through them. Where few chains of
+many chunks would leave the chip idle, each chain is cut into pieces: a first
+pass finds the affine map of every piece, those maps give every piece its
+entering state, and the scan runs over all pieces at once.
+
+Legend: b batch, t time, h heads, k key width, v value width, n chunks, p
+pieces.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda import inputs as kda_inputs
+from pallas_kernels.kda import mosaic_gpu_prep as prep
+from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
+
+CHUNK = prep.CHUNK
+_PROCESSORS = 132  # of an H100 or H200
+_SHORTEST_PIECE = 16  # chunks; below it the maps cost more than they save
+_WIDTHS = (64, 128)
+
+
+def refusal(q, k, v, gate, beta, *, lower_bound, device_kind=None):
+  """Why these kernels cannot run the arguments, or None.
+
+  Args:
+    q, k, v, gate, beta: arrays or their shapes and dtypes.
+    lower_bound: of the log decay, or None.
+    device_kind: as in `jax.Device.device_kind`; the default device if None.
+  """
+  if device_kind is None:
+    device = jax.devices()[0]
+    device_kind = device.device_kind if device.platform == 'gpu' else 'cpu'
+  if not any(name in device_kind for name in ('H100', 'H200', 'GH200')):
+    return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
+  if lower_bound is None:
+    return 'the Hopper kernels need a bounded gate (lower_bound=-5.0)'
+  for name, array in (('q', q), ('k', k), ('v', v), ('gate', gate)):
+    if array.dtype != jnp.bfloat16:
+      return f'the Hopper kernels take bfloat16, {name} is {array.dtype}'
+  if q.shape[3] not in _WIDTHS or v.shape[3] not in _WIDTHS:
+    return (
+      f'the Hopper kernels take widths {_WIDTHS}, not K={q.shape[3]}, '
+      f'V={v.shape[3]}'
+    )
+  if q.shape[1] == 0:
+    return 'the Hopper kernels need at least one token'
+  return None
+
+
+def kda_mosaic_gpu(
+  q,
+  k,
+  v,
+  gate,
+  beta,
+  *,
+  a_log=None,
+  dt_bias=None,
+  lower_bound=-5.0,
+  scale=None,
+  initial_state=None,
+  segment_ids=None,
+  normalize_qk=True,
+  activate_gate=True,
+  activate_beta=True,
+  save=False,
+  pieces=None,
+):
+  """Output and final state of Kimi Delta Attention; see `kda.api.kda`.
+
+  Source: Kimi Linear (arXiv 2510.26692), equation 1, chunkwise with T first;
+  the bounded gate is that of the Kimi K3 technical report.
+
+  Args:
+    q, k: [B, T, H, K] bfloat16, K 64 or 128.
+    v: [B, T, HV, V] bfloat16, V 64 or 128, HV a multiple of H.
+    gate: [B, T, HV, K] bfloat16 logits, or log decays in [lower_bound, 0]
+      without activate_gate.
+    beta: [B, T, HV] logits, or numbers without activate_beta.
+    a_log: [HV] or None for 0. dt_bias: [HV, K] or None for 0.
+    lower_bound: in [-5, 0).
+    scale: factor of the output, K^-0.5 by default.
+    initial_state: [B, HV, K, V] float32 or None for zeros.
+    segment_ids: [B, T] int32, 0 is padding; a new number starts a document with
+      a zero state. Padding yields zeros and passes the state on.
+    save: also return what a gradient needs.
+    pieces: ranges that each chain is cut into; chosen by shape if None.
+
+  Returns:
+    out [B, T, HV, V] bfloat16; final_state [B, HV, K, V] float32; with `save`
+    also a dictionary of 'state' [B, HV, N, V, K], the bfloat16 state that
+    enters each chunk, transposed, and 'inverse' [B, HV, N, 64, 64], its T.
+
+  Raises:
+    NotImplementedError: `refusal` has a reason.
+  """
+  reason = refusal(q, k, v, gate, beta, lower_bound=lower_bound)
+  if reason is not None:
+    raise NotImplementedError(f'{reason}; use implementation="xla".')
+  options = prep.Options(
+    lower_bound=lower_bound,
+    scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+    normalize_qk=normalize_qk,
+    activate_gate=activate_gate,
+    masked=segment_ids is not None or q.shape[1] % CHUNK != 0,
+    save_inverse=save,
+  )
+  if activate_beta:
+    beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+  arrays = _operands((q, k, gate, beta), (a_log, dt_bias), segment_ids, options)
+  arrays['values'] = v
+  if pieces is None:
+    pieces = _pieces(v.shape[0] * v.shape[2], arrays['gamma'].shape[2])
+  key_width = q.shape[3]
+  initial = None
+  if initial_state is not None:
+    initial = jnp.swapaxes(_widen(initial_state, 2), 2, 3)[:, :, None]
+  results = _scan(arrays, initial, pieces, (options.masked, save))
+  final_state = jnp.swapaxes(results['final'][:, :, -1], 2, 3)[:, :, :key_width]
+  if not save:
+    return results['out'], final_state
+  saved = {'state': results['saved'][..., :key_width]}
+  shape = (*saved['state'].shape[:3], CHUNK, CHUNK)
+  saved['inverse'] = arrays['saved_inverse'].reshape(shape)
+  return results['out'], final_state, saved
+
+
+def _widen(x, axis: int):
+  """Zeros appended up to the key width of the kernels; exact for KDA."""
+  missing = prep.WIDTH - x.shape[axis]
+  if missing == 0:
+    return x
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, missing)
+  return jnp.pad(x, widths)
+
+
+def _operands(raw, parameters, segment_ids, options: prep.Options) -> dict:
+  """The arrays of `mosaic_gpu_scan.scan` that come from raw inputs."""
+  q, k, gate, beta = raw
+  batch, length, heads = beta.shape
+  padded = -(-length // CHUNK) * CHUNK
+  flags = None
+  if options.masked:
+    if segment_ids is None:
+      segment_ids = jnp.ones((batch, length), jnp.int32)
+    segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padded - length)))
+    flags = _flags(segment_ids)
+    valid = (segment_ids[:, :length] != 0)[:, :, None]
+    beta = jnp.where(valid, beta.astype(jnp.float32), 0.0)
+    beta = jnp.pad(beta, ((0, 0), (0, padded - length), (0, 0)))
+  beta = jnp.swapaxes(beta.astype(jnp.float32), 1, 2)
+  q, k, gate = (_widen(x, 3) for x in (q, k, gate))
+  affine = _gate_affine(parameters, heads)
+  arrays = prep.prepare(
+    q, k, gate, beta, affine=affine, flags=flags, options=options
+  )
+  if options.masked:
+    arrays['flags'] = flags
+  return arrays
+
+
+def _gate_affine(parameters, heads: int) -> jax.Array:
+  """[HV, 2, K]: slope and shift of the power of two inside the sigmoid."""
+  a_log, dt_bias = parameters
+  slope = jnp.full((heads, 1), -math.log2(math.e), jnp.float32)
+  if a_log is not None:
+    slope = slope * jnp.exp(a_log.astype(jnp.float32))[:, None]
+  slope_hk = jnp.broadcast_to(slope, (heads, prep.WIDTH))
+  shift_hk = jnp.zeros_like(slope_hk)
+  if dt_bias is not None:
+    shift_hk = slope * _widen(dt_bias.astype(jnp.float32), 1)
+  return jnp.stack([slope_hk, shift_hk], axis=1)
+
+
+def _flags(segment_ids) -> jax.Array:
+  """What `mosaic_gpu_prep.prepare` wants to know of tokens [B, N * 64]."""
+  documents = kda_inputs.documents(segment_ids)
+  index_bnc = documents.index.reshape(segment_ids.shape[0], -1, CHUNK)
+  last_bn = index_bnc[:, :, -1]
+  # The initial state belongs to document 0, whatever comes before it.
+  entering_bn = jnp.pad(last_bn[:, :-1], ((0, 0), (1, 0)))
+  flags_bnc = (
+    documents.valid.reshape(index_bnc.shape) * prep.VALID
+    + (index_bnc == entering_bn[:, :, None]) * prep.ENTERS
+    + (index_bnc == last_bn[:, :, None]) * prep.LEAVES
+    + (index_bnc - index_bnc[:, :, :1]) * prep.SEGMENT
+  )
+  return flags_bnc.astype(jnp.int32).reshape(segment_ids.shape)
+
+
+def _pieces(chains: int, chunks: int) -> int:
+  """Ranges per chain that fill the chip without becoming short."""
+  return max(1, min(_PROCESSORS // chains, chunks // _SHORTEST_PIECE))
+
+
+def _scan(arrays: dict, initial, pieces: int, flags) -> dict:
+  """The scan, in pieces whose entering states come from their affine maps."""
+  masked, save = flags
+  plan = lambda **more: scan_kernel.Plan(pieces=pieces, masked=masked, **more)
+  if pieces > 1:
+    initial = _piece_states(arrays, initial, plan)
+  if initial is not None:
+    arrays = {**arrays, 'initial': initial}
+  last = plan(initial=initial is not None, save_state=save)
+  return scan_kernel.scan(arrays, last)
+
+
+def _piece_states(arrays: dict, initial, plan) -> jax.Array:
+  """State [B, HV, P, V, K] that enters each piece.
+
+  A piece maps its entering state S to M S + b. A scan from zero gives b; a scan
+  of the identity without values gives M; both transposed.
+  """
+  constant = scan_kernel.scan(arrays, plan(initial=False, output=False))[
+    'final'
+  ]
+  batch, heads, pieces, width, _ = constant.shape
+  identity = jnp.broadcast_to(
+    jnp.eye(prep.WIDTH, dtype=jnp.float32),
+    (batch, heads, pieces, prep.WIDTH, prep.WIDTH),
+  )
+  maps = scan_kernel.scan(
+    {**arrays, 'initial': identity}, plan(values=False, output=False)
+  )['final']
+  if initial is None:
+    state = jnp.zeros((batch, heads, width, prep.WIDTH), jnp.float32)
+  else:
+    state = initial[:, :, 0]
+  states = [state]
+  for p in range(pieces - 1):
+    moved = jnp.einsum(
+      'bhvk,bhkl->bhvl', state, maps[:, :, p], precision='highest'
+    )
+    state = moved + constant[:, :, p]
+    states.append(state)
+  return jnp.stack(states, axis=2)

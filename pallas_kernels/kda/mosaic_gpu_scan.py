@@ -1,0 +1,299 @@
+"""The recurrence of Kimi Delta Attention over chunks, on Hopper.
+
+One thread block carries the state of one value head through a range of chunks
+(Kimi Linear, arXiv 2510.26692, in the form that multiplies by T first):
+
+    E = V - k~ S      U = T diag(beta) E      O = scale q~ S + scale P U
+    S <- diag(gamma) S + k^^T U
+
+Everything is held transposed, with values along rows: the state [V, K], E, U
+and O [V, 64]. Then every product has its left operand in registers, where the
+product before left it, and its right operand in shared memory, where a third
+warpgroup puts it by bulk copies, two chunks ahead. Each computing warpgroup
+owns 64 rows and never talks to the other. The operands arrive with signs, beta
+and scale folded in, so no elementwise work but gamma remains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.kda.mosaic_gpu_prep import CHUNK, VALID, WIDTH
+
+_ROWS = 64  # rows of values of one computing warpgroup
+_STAGES = 2
+_TILE = plgpu.Layout.WGMMA
+_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What one scan reads and writes.
+
+  Attributes:
+    pieces: independent ranges of equal length that the chunks are cut into.
+    values: V is read; otherwise it is zero, and the final state is that range's
+      linear map applied to the initial state.
+    output: O is written.
+    initial: an initial state is read, otherwise it is zero.
+    masked: rows of V that belong to no token are ignored.
+    save_state: the bfloat16 state that enters each chunk is written.
+  """
+
+  pieces: int = 1
+  values: bool = True
+  output: bool = True
+  initial: bool = True
+  masked: bool = False
+  save_state: bool = False
+
+
+def _accumulate(*sums):
+  """For each (start, left, right): start + left @ right, issued together."""
+
+  def body(accumulators):
+    for acc, (_, left, right) in zip(accumulators, sums):
+      plgpu.wgmma(acc, left, right)
+
+  starts = tuple(plgpu.ACC.init(start) for start, _, _ in sums)
+  # Without the barrier reads of the results may be scheduled above the wait.
+  return lax.optimization_barrier(pl.run_state(body)(starts))
+
+
+def _zeros(shape: tuple[int, int]) -> jax.Array:
+  return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _TILE)
+
+
+def _load(ref, layout=_TILE) -> jax.Array:
+  return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _entering_values(plan: Plan, stage, slot, rows) -> jax.Array:
+  """V^T of a chunk, zero where there is no token."""
+  if not plan.values:
+    return _zeros((_ROWS, CHUNK))
+  v_vc = _load(stage['values'].at[slot, rows].T).astype(jnp.float32)
+  if not plan.masked:
+    return v_vc
+  flags_c = _load(stage['flags'].at[slot], _PER_COLUMN)
+  valid_vc = lax.broadcast_in_dim(flags_c & VALID, v_vc.shape, [1]) != 0
+  return jnp.where(valid_vc, v_vc, 0.0)
+
+
+def _chunk_step(plan: Plan, stage, slot, rows, s_vk):
+  """One chunk of 64 rows of values: (O^T or None, the next state)."""
+  left = s_vk.astype(jnp.bfloat16)
+  decay = _load(stage['gamma'].at[slot], _PER_COLUMN)
+  kept_vk = s_vk * lax.broadcast_in_dim(decay, s_vk.shape, [1])
+  v_vc = _entering_values(plan, stage, slot, rows)
+  (e_vc,) = _accumulate((v_vc, left, stage['minus_key'].at[slot].T))
+  zero = _zeros((_ROWS, CHUNK))
+  sums = [(zero, e_vc.astype(jnp.bfloat16), stage['inverse'].at[slot].T)]
+  if plan.output:
+    sums.append((zero, left, stage['query'].at[slot].T))
+  u_vc, *o_vc = _accumulate(*sums)
+  u_vc = u_vc.astype(jnp.bfloat16)
+  sums = [(kept_vk, u_vc, stage['end_key'].at[slot])]
+  if plan.output:
+    sums.append((o_vc[0], u_vc, stage['scores'].at[slot].T))
+  s_vk, *o_vc = _accumulate(*sums)
+  return (o_vc[0] if plan.output else None), s_vk
+
+
+def _compute(plan: Plan, place, outer, stage, barriers):
+  """The work of one computing warpgroup: its rows through all its chunks."""
+  b, head, piece, first, chunks = place
+  full, empty = barriers
+  rows = lax.axis_index('role')
+  own = pl.ds(rows * _ROWS, _ROWS)
+  if plan.initial:
+    state = _load(outer['initial'].at[b, head, piece, own])
+  else:
+    state = _zeros((_ROWS, WIDTH))
+
+  def step(n, s_vk):
+    slot = lax.rem(n, _STAGES)
+    tokens = pl.ds((first + n) * CHUNK, CHUNK)
+    if plan.save_state:
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      stage['saved'].at[rows][...] = s_vk.astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(
+        stage['saved'].at[rows], outer['saved'].at[b, head, first + n, own]
+      )
+    plgpu.barrier_wait(full.at[slot])
+    o_vc, s_vk = _chunk_step(plan, stage, slot, rows, s_vk)
+    plgpu.barrier_arrive(empty.at[slot])
+    if plan.output:
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      stage['out'].at[rows].T[...] = o_vc.astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(
+        stage['out'].at[rows], outer['out'].at[b, tokens, head, own]
+      )
+    return s_vk
+
+  state = lax.fori_loop(0, chunks, step, state)
+  outer['final'].at[b, head, piece, own][...] = state
+  plgpu.wait_smem_to_gmem(0)
+
+
+def _copies(plan: Plan, b, head, n, outer, stage):
+  """(source, destination of a slot) of everything one chunk needs."""
+  tokens = pl.ds(n * CHUNK, CHUNK)
+  names = ['minus_key', 'inverse']
+  if plan.output:
+    names += ['query', 'scores']
+  names.append('end_key')
+  copies = [(outer[name].at[b, head, tokens], stage[name]) for name in names]
+  copies.append((outer['gamma'].at[b, head, n], stage['gamma']))
+  if plan.values and plan.masked:
+    copies.append((outer['flags'].at[b, tokens], stage['flags']))
+  return copies
+
+
+def _fetch(plan: Plan, place, n, outer, stage, barriers):
+  """Starts the copies of chunk n of this block's range."""
+  b, head, _, first, _ = place
+  slot = lax.rem(n, _STAGES)
+  arrived = barriers[0].at[slot]
+  for source, dest in _copies(plan, b, head, first + n, outer, stage):
+    plgpu.copy_gmem_to_smem(source, dest.at[slot], arrived)
+  if plan.values:
+    tokens = pl.ds((first + n) * CHUNK, CHUNK)
+    for rows in range(stage['values'].shape[1]):
+      source = outer['values'].at[b, tokens, head, pl.ds(_ROWS * rows, _ROWS)]
+      plgpu.copy_gmem_to_smem(source, stage['values'].at[slot, rows], arrived)
+
+
+def _produce(plan: Plan, place, outer, stage, barriers):
+  """Keeps the ring of stages full."""
+  chunks = place[4]
+
+  @pl.loop(0, jnp.minimum(chunks, _STAGES))
+  def _(n):
+    _fetch(plan, place, n, outer, stage, barriers)
+
+  @pl.loop(_STAGES, chunks)
+  def _(n):
+    plgpu.barrier_wait(barriers[1].at[lax.rem(n, _STAGES)])
+    _fetch(plan, place, n, outer, stage, barriers)
+
+
+def _body(plan: Plan, names, sizes, *refs):
+  """One thread block: value head, batch entry and range of chunks."""
+  heads, groups, chunks = sizes
+  outer_names, stage_names = names
+  outer = dict(zip(outer_names, refs))
+  stage = dict(zip(stage_names, refs[len(outer_names) :]))
+  full, empty, done = refs[-3:]
+  index, b = lax.axis_index('chain'), lax.axis_index('batch')
+  head, piece = lax.rem(index, heads), lax.div(index, heads)
+  longest = pl.cdiv(chunks, plan.pieces)
+  first = piece * longest
+  place = (b, head, piece, first, jnp.minimum(longest, chunks - first))
+  role = lax.axis_index('role')
+
+  @pl.when(role < groups)
+  def _():
+    plgpu.set_max_registers(224, action='increase')
+    _compute(plan, place, outer, stage, (full, empty))
+
+  @pl.when(role == groups)
+  def _():
+    plgpu.set_max_registers(40, action='decrease')
+    _produce(plan, place, outer, stage, (full, empty))
+
+  plgpu.barrier_arrive(done)
+  plgpu.barrier_wait(done)
+
+
+def _tile(*shape: int):
+  return plgpu.SMEM(shape, jnp.bfloat16, transforms=_TRANSFORMS)
+
+
+def _stages(plan: Plan, groups: int) -> dict:
+  """Shared memory by name."""
+  ring = _STAGES
+  stage = {name: _tile(ring, CHUNK, WIDTH) for name in ('minus_key', 'end_key')}
+  stage['inverse'] = _tile(ring, CHUNK, CHUNK)
+  stage['gamma'] = plgpu.SMEM((ring, WIDTH), jnp.float32)
+  if plan.output:
+    stage['query'] = _tile(ring, CHUNK, WIDTH)
+    stage['scores'] = _tile(ring, CHUNK, CHUNK)
+    stage['out'] = _tile(groups, CHUNK, _ROWS)
+  if plan.values:
+    stage['values'] = _tile(ring, groups, CHUNK, _ROWS)
+  if plan.values and plan.masked:
+    stage['flags'] = plgpu.SMEM((ring, CHUNK), jnp.int32)
+  if plan.save_state:
+    stage['saved'] = _tile(groups, _ROWS, WIDTH)
+  return stage
+
+
+def _outputs(plan: Plan, arrays, width: int) -> dict:
+  """Shapes of what the scan writes, by name."""
+  batch, heads, padded, _ = arrays['minus_key'].shape
+  outputs = {}
+  if plan.output:
+    shape = arrays['values'].shape
+    outputs['out'] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  shape = (batch, heads, plan.pieces, width, WIDTH)
+  outputs['final'] = jax.ShapeDtypeStruct(shape, jnp.float32)
+  if plan.save_state:
+    shape = (batch, heads, padded // CHUNK, width, WIDTH)
+    outputs['saved'] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  return outputs
+
+
+def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
+  """Runs the recurrence.
+
+  Args:
+    arrays: minus_key, query, end_key [B, HV, N * 64, 128] bfloat16; scores,
+      inverse [B, HV, N * 64, 64] bfloat16; gamma [B, HV, N, 128] float32;
+      values [B, T, HV, V] bfloat16, V 64 or 128; flags [B, N * 64] int32 if
+      plan.masked; initial [B, HV, pieces, V, 128] float32 if plan.initial. See
+      `mosaic_gpu_prep` for what they hold. Only what the plan uses is read.
+    plan: see `Plan`. With several pieces each starts from its own state.
+
+  Returns:
+    out [B, T, HV, V] bfloat16 if plan.output; final [B, HV, pieces, V, 128]
+    float32; saved [B, HV, N, V, 128] bfloat16 if plan.save_state.
+  """
+  batch, heads, padded, _ = arrays['minus_key'].shape
+  width = arrays['values'].shape[3] if plan.values else WIDTH
+  groups = width // _ROWS
+  stage, outputs = _stages(plan, groups), _outputs(plan, arrays, width)
+  loaded = [n for n in stage if n not in ('out', 'saved')]
+  inputs = loaded + ['initial'] * plan.initial
+  names = (tuple(inputs) + tuple(outputs), tuple(stage))
+  sizes = (heads, groups, padded // CHUNK)
+  copies = len(loaded) + (groups - 1) * plan.values
+  kernel = plgpu.kernel(
+    lambda *refs: _body(plan, names, sizes, *refs),
+    out_type=tuple(outputs.values()),
+    grid=(heads * plan.pieces, batch),
+    grid_names=('chain', 'batch'),
+    num_threads=groups + 1,
+    thread_name='role',
+    kernel_name='kda_scan',
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+    ),
+    scratch_types=[
+      *stage.values(),
+      plgpu.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+      plgpu.Barrier(num_arrivals=groups, num_barriers=_STAGES),
+      plgpu.Barrier(num_arrivals=groups + 1),
+    ],
+  )
+  results = kernel(*[arrays[name] for name in inputs])
+  return dict(zip(outputs, results))

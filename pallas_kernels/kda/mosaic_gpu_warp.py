@@ -1,0 +1,308 @@
+"""Values and instructions of one thread or warp, for use inside inline_mgpu.
+
+Mosaic GPU arrays live in layouts that a whole warpgroup shares. The preparation
+of a chunk needs finer control: which lane owns which token and channel, and
+products of 16 x 16 blocks inside one warp. `Real` is one float32 register with
+arithmetic; a `Word` (a plain i32 value) holds two bfloat16 numbers, the first
+in its low half. Shared addresses are 32-bit byte addresses.
+
+A 16 x 16 block sits in a warp as four words or eight reals: lane 4g + t owns
+rows g and g + 8 and, in each 8 columns, columns 2t and 2t + 1. The order is
+(row g, columns 0-7), (g + 8, 0-7), (g, 8-15), (g + 8, 8-15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.experimental.mosaic.gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+Word = ir.Value
+
+
+def _f32() -> ir.Type:
+  return ir.F32Type.get()
+
+
+def _i32() -> ir.Type:
+  return ir.IntegerType.get_signless(32)
+
+
+def _f32_constant(value: float) -> ir.Value:
+  return arith.constant(_f32(), ir.FloatAttr.get(_f32(), value))
+
+
+class Real:
+  """One float32 register; the operators emit one instruction each."""
+
+  def __init__(self, value: ir.Value | float):
+    self.value = value if isinstance(value, ir.Value) else _f32_constant(value)
+
+  def __add__(self, other: Real | float) -> Real:
+    return Real(arith.addf(self.value, _real(other).value))
+
+  def __sub__(self, other: Real | float) -> Real:
+    return Real(arith.subf(self.value, _real(other).value))
+
+  def __mul__(self, other: Real | float) -> Real:
+    return Real(arith.mulf(self.value, _real(other).value))
+
+  def __neg__(self) -> Real:
+    return Real(arith.negf(self.value))
+
+
+def _real(x: Real | float) -> Real:
+  return x if isinstance(x, Real) else Real(x)
+
+
+def fma(a: Real, b: Real | float, c: Real | float) -> Real:
+  """a * b + c in one rounding."""
+  operands = [_real(x).value for x in (a, b, c)]
+  return Real(llvm.intr_fma(*operands))
+
+
+def _unary(instruction: str, x: Real) -> Real:
+  return Real(
+    utils.inline_ptx(f'{instruction} $0, $1;', x.value, result_types=_f32())
+  )
+
+
+def exp2(x: Real) -> Real:
+  """2 ** x; results below 2**-126 become 0."""
+  return _unary('ex2.approx.ftz.f32', x)
+
+
+def reciprocal(x: Real) -> Real:
+  """1 / x to about one unit in the last place; 0 for an infinite x."""
+  return _unary('rcp.approx.ftz.f32', x)
+
+
+def rsqrt(x: Real) -> Real:
+  """x ** -0.5 to about one unit in the last place."""
+  return _unary('rsqrt.approx.ftz.f32', x)
+
+
+def word(value: int) -> Word:
+  """A constant."""
+  return mgpu.c(value, _i32())
+
+
+def add(a: Word, b: Word | int) -> Word:
+  return arith.addi(a, b if isinstance(b, ir.Value) else word(b))
+
+
+def times(a: Word, b: int) -> Word:
+  return arith.muli(a, word(b))
+
+
+def shift_left(a: Word, bits: int) -> Word:
+  return arith.shli(a, word(bits))
+
+
+def shift_right(a: Word, bits: int) -> Word:
+  return arith.shrui(a, word(bits))
+
+
+def bit_and(a: Word, b: int) -> Word:
+  return arith.andi(a, word(b))
+
+
+def xor(a: Word, b: Word | int) -> Word:
+  return arith.xori(a, b if isinstance(b, ir.Value) else word(b))
+
+
+def compare(a: Word, relation: str, b: Word | int) -> ir.Value:
+  """a relation b for signed integers; relation as in eq, ne, sgt, sge."""
+  predicate = getattr(arith.CmpIPredicate, relation)
+  return arith.cmpi(predicate, a, b if isinstance(b, ir.Value) else word(b))
+
+
+def both(a: ir.Value, b: ir.Value) -> ir.Value:
+  return arith.andi(a, b)
+
+
+def where(condition: ir.Value, yes: Real | Word, no: Real | Word | float):
+  """`yes` where the condition holds, else `no`; reals or words."""
+  if isinstance(yes, Real):
+    return Real(arith.select(condition, yes.value, _real(no).value))
+  return arith.select(condition, yes, no)
+
+
+def pack(low: Real, high: Real) -> Word:
+  """Two numbers rounded to bfloat16 in one word."""
+  return utils.inline_ptx(
+    'cvt.rn.bf16x2.f32 $0, $1, $2;', high.value, low.value, result_types=_i32()
+  )
+
+
+def unpack(x: Word) -> tuple[Real, Real]:
+  """The two bfloat16 numbers of a word, exactly."""
+  low = arith.bitcast(_f32(), shift_left(x, 16))
+  high = arith.bitcast(_f32(), bit_and(x, -65536))
+  return Real(low), Real(high)
+
+
+def split(low: Real, high: Real) -> tuple[Word, Word]:
+  """Leading and trailing bfloat16 parts: 16 bits of mantissa in two words."""
+  leading = pack(low, high)
+  low0, high0 = unpack(leading)
+  return leading, pack(low - low0, high - high0)
+
+
+def shared_address(ref: ir.Value) -> Word:
+  """Byte address of a shared-memory reference."""
+  return arith.trunci(
+    _i32(),
+    llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref)),
+  )
+
+
+def global_address(ref: ir.Value) -> ir.Value:
+  """64-bit byte address of a global-memory reference."""
+  return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
+
+
+def advance(address: ir.Value, offset: Word) -> ir.Value:
+  """A 64-bit address moved by a 32-bit number of bytes."""
+  wide = arith.extui(ir.IntegerType.get_signless(64), offset)
+  return arith.addi(address, wide)
+
+
+def load(address: Word, offset: int, count: int) -> list[Word]:
+  """`count` (1, 2 or 4) consecutive words of shared memory."""
+  names = ', '.join(f'${i}' for i in range(count))
+  vector = '' if count == 1 else f'.v{count}'
+  loaded = utils.inline_ptx(
+    f'ld.shared{vector}.b32 {{{names}}}, [${count}+{offset}];',
+    address,
+    result_types=[_i32()] * count,
+    has_side_effects=True,
+  )
+  return list(loaded)
+
+
+def load_real(address: Word, offset: int, count: int) -> list[Real]:
+  """`count` (1, 2 or 4) consecutive float32 numbers of shared memory."""
+  return [Real(arith.bitcast(_f32(), w)) for w in load(address, offset, count)]
+
+
+def load_global(address: ir.Value, offset: int, count: int) -> list[Real]:
+  """`count` (2 or 4) consecutive float32 numbers that no kernel writes."""
+  names = ', '.join(f'${i}' for i in range(count))
+  loaded = utils.inline_ptx(
+    f'ld.global.nc.v{count}.f32 {{{names}}}, [${count}+{offset}];',
+    address,
+    result_types=[_f32()] * count,
+    has_side_effects=True,
+  )
+  return [Real(x) for x in loaded]
+
+
+def _store(space: str, address: ir.Value, offset: int, values, predicate):
+  raw = [v.value if isinstance(v, Real) else v for v in values]
+  raw = [arith.bitcast(_i32(), v) if v.type == _f32() else v for v in raw]
+  names = ', '.join(f'${i + 1}' for i in range(len(raw)))
+  vector = '' if len(raw) == 1 else f'.v{len(raw)}'
+  utils.inline_ptx(
+    f'st.{space}{vector}.b32 [$0+{offset}], {{{names}}};',
+    address,
+    *raw,
+    predicate=predicate,
+  )
+
+
+def store(
+  address: Word,
+  offset: int,
+  values: Sequence[Real | Word],
+  predicate: ir.Value | None = None,
+):
+  """Writes 1, 2 or 4 consecutive words to shared memory."""
+  _store('shared', address, offset, values, predicate)
+
+
+def store_global(
+  address: ir.Value,
+  offset: int,
+  values: Sequence[Real | Word],
+  predicate: ir.Value | None = None,
+):
+  """Writes 1, 2 or 4 consecutive words to global memory."""
+  _store('global', address, offset, values, predicate)
+
+
+def load_block(address: Word, offset: int = 0, *, transposed=False) -> list:
+  """Four 8 x 8 bfloat16 tiles; lane i gives row i % 8 of tile i // 8."""
+  mode = '.trans' if transposed else ''
+  return list(
+    utils.inline_ptx(
+      f'ldmatrix.sync.aligned.m8n8.x4{mode}.shared.b16 '
+      f'{{$0, $1, $2, $3}}, [$4+{offset}];',
+      address,
+      result_types=[_i32()] * 4,
+      has_side_effects=True,
+      convergent=True,
+    )
+  )
+
+
+def store_block(address: Word, offset: int, words: Sequence[Word]):
+  """Inverse of `load_block`."""
+  utils.inline_ptx(
+    f'stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{offset}], '
+    '{$1, $2, $3, $4};',
+    address,
+    *words,
+    convergent=True,
+  )
+
+
+def transpose_tile(x: Word) -> Word:
+  """The transpose of an 8 x 8 tile held one word a lane."""
+  return utils.inline_ptx(
+    'movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;',
+    x,
+    result_types=_i32(),
+    convergent=True,
+  )
+
+
+def multiply(acc: Sequence[Real], left: Sequence[Word], right) -> list[Real]:
+  """acc [16, 8] + left [16, 16] @ right [16, 8]: one tensor-core product."""
+  results = utils.inline_ptx(
+    'mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 '
+    '{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};',
+    *left,
+    *right,
+    *[x.value for x in acc],
+    result_types=[_f32()] * 4,
+    convergent=True,
+  )
+  return [Real(x) for x in results]
+
+
+def zeros(count: int) -> list[Real]:
+  return [Real(0.0)] * count
+
+
+def only_if(condition: ir.Value, body: Callable[[], None]):
+  """Runs `body` where the condition, equal in the whole warp, holds."""
+  op = scf.IfOp(condition)
+  with ir.InsertionPoint(op.then_block):
+    body()
+    scf.yield_([])
+
+
+def reals_if(
+  condition: ir.Value, count: int, body: Callable[[], Sequence[Real]]
+) -> list[Real]:
+  """What `body` returns where the warp's condition holds, else zeros."""
+  op = scf.IfOp(condition, [_f32()] * count, has_else=True)
+  with ir.InsertionPoint(op.then_block):
+    scf.yield_([x.value for x in body()])
+  with ir.InsertionPoint(op.else_block):
+    scf.yield_([x.value for x in zeros(count)])
+  return [Real(x) for x in op.results_]
