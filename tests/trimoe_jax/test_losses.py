@@ -16,12 +16,12 @@ B, T, D, A = 2, 26, 8, 33
 
 @pytest.fixture(scope='module')
 def batch():
-  keys = jax.random.split(jax.random.key(0), 4)
+  rng = np.random.default_rng(0)
   return (
-    jax.random.normal(keys[0], (B, T, D)),
-    jax.random.normal(keys[1], (D, A)),
-    jax.random.randint(keys[2], (B, T), 0, A),
-    jax.random.bernoulli(keys[3], 0.7, (B, T)),
+    jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32),
+    jnp.asarray(rng.normal(size=(D, A)), jnp.float32),
+    jnp.asarray(rng.integers(0, A, size=(B, T)), jnp.int32),
+    jnp.asarray(rng.random((B, T)) < 0.7),
   )
 
 

@@ -3,6 +3,9 @@
 import jax
 import pytest
 
+from trimoe_jax import config
+from trimoe_jax.model import parameters
+from trimoe_jax.model.model import model_parameters
 from trimoe_jax.optim import groups
 
 # The whole layer, with the group and the axes each name must get.
@@ -70,6 +73,15 @@ def test_keys_of_a_tree_are_read():
     'head': 'adamw',
   }
   assert groups.decay_tree(tree)['layers'][0]['kda']['a_log'] is False
+
+
+def test_every_parameter_of_the_model_has_a_group():
+  params = parameters.abstract(model_parameters(config.ModelConfig()))
+  groups.check(params)
+  named = jax.tree_util.tree_leaves_with_path(params)
+  found = {groups.parameter_name(path) for path, _ in named}
+  # And every rule has a parameter: none is left over from a renaming.
+  assert found == groups.KNOWN
 
 
 def test_unknown_parameter_is_an_error():

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from trimoe_jax import plots
 
 
-def picture(path):
+def check_picture(path):
   image = imread(path)
   assert image.ndim == 3 and image.std() > 0.01  # something was drawn
   return image
@@ -49,7 +49,7 @@ def test_loss_shades_and_names_stages(tmp_path, ends):
     stages=stages,
     heldout=([0, 4], [5.1, 1.2]),
   )
-  picture(tmp_path / 'figures' / 'loss.png')
+  check_picture(tmp_path / 'figures' / 'loss.png')
   (axes,) = figure.axes
   assert [t.get_text() for t in axes.texts] == [s.name for s in stages]
   assert not overlaps(figure, axes.texts)
@@ -61,7 +61,7 @@ def test_loss_shades_and_names_stages(tmp_path, ends):
 
 def test_loss_of_one_record(tmp_path):
   plots.plot_loss(tmp_path / 'a.png', [1.0], [2.0], stages=[])
-  picture(tmp_path / 'a.png')
+  check_picture(tmp_path / 'a.png')
 
 
 @pytest.mark.parametrize('count, legends', [(3, 1), (40, 0)])
@@ -70,7 +70,7 @@ def test_violation_has_one_line_a_layer(tmp_path, count, legends):
   figure = plots.plot_violation(
     tmp_path / 'v.png', range(50), violation, layers=range(2, 2 + count)
   )
-  picture(tmp_path / 'v.png')
+  check_picture(tmp_path / 'v.png')
   axes = figure.axes[0]
   assert len(axes.lines) == count and axes.get_yscale() == 'log'
   assert (axes.get_legend() is not None) == bool(legends)
@@ -96,7 +96,7 @@ def test_depth_mix_leaves_absent_sources_empty(tmp_path):
     ('output', {'emb': 0.0, 'b1': 0.4, 'b2': 0.6}),
   ]
   figure = plots.plot_depth_mix(tmp_path / 'm.png', rows)
-  picture(tmp_path / 'm.png')
+  check_picture(tmp_path / 'm.png')
   axes = figure.axes[0]
   names = [t.get_text() for t in axes.get_xticklabels()]
   assert names == ['emb', 'b1', 'b2', 'partial']
@@ -120,7 +120,7 @@ def test_loss_by_position_is_one_line_a_stage(tmp_path):
     for n, k in ((128, 8), (16384, 15))
   ]
   figure = plots.plot_loss_by_position(tmp_path / 'p.png', curves)
-  picture(tmp_path / 'p.png')
+  check_picture(tmp_path / 'p.png')
   (axes,) = figure.axes
   assert axes.get_xscale() == 'log' and len(axes.lines) == 2
   labels = [t.get_text() for t in axes.get_xticklabels()]

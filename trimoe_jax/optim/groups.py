@@ -87,7 +87,7 @@ _ADAMW_PLAIN = frozenset(
     'moe/norm',
   }
 )
-_KNOWN = frozenset(_MUON) | _ADAMW_DECAYED | _ADAMW_PLAIN
+KNOWN = frozenset(_MUON) | _ADAMW_DECAYED | _ADAMW_PLAIN
 
 Path = Sequence[Any]  # of a tree: keys of jax.tree_util, or plain strings
 
@@ -108,10 +108,10 @@ def parameter_name(path: Path) -> str:
   """
   names = [_name(key) for key in path]
   for name in ('/'.join(names[-2:]), names[-1] if names else ''):
-    if name in _KNOWN:
+    if name in KNOWN:
       return name
   full = '/'.join(names)
-  near = difflib.get_close_matches('/'.join(names[-2:]), sorted(_KNOWN), n=1)
+  near = difflib.get_close_matches('/'.join(names[-2:]), sorted(KNOWN), n=1)
   hint = f' The nearest known name is {near[0]!r}.' if near else ''
   raise ValueError(
     f'parameter {full!r} has no optimizer group.{hint} Give it a rule in '
