@@ -6,6 +6,7 @@ import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import ml_dtypes  # noqa: F401  NumPy learns bfloat16 from it
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
