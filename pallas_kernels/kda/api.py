@@ -197,3 +197,36 @@ def _check_segments(segment_ids, shape: tuple[int, int]):
     )
   if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
     raise TypeError(f'segment_ids is {segment_ids.dtype}; it must be int32.')
+
+
+def affine_summary(
+  k: jax.Array, v: jax.Array, gate: jax.Array, beta: jax.Array, **options
+) -> tuple[jax.Array, jax.Array]:
+  """Transition and offset of a token range: S_out = transition S_in + offset.
+
+  The state is affine in the one that entered. Values [v | 0] on an entering
+  state [0 | I] yield both parts in one pass of the recurrence over K + V
+  columns; ranges compose as (M2 M1, M2 b1 + b2). Over a range in which a
+  document begins the transition is 0.
+
+  Args:
+    k, v, gate, beta: as for `kda`.
+    **options: keywords of `kda` but `initial_state` and `scale`.
+
+  Returns:
+    transition [B, HV, K, K] and offset [B, HV, K, V], dtype of a state.
+
+  Raises:
+    As `kda`.
+  """
+  key_dim, value_dim = k.shape[-1], v.shape[-1]
+  padded = jnp.pad(v, [(0, 0)] * 3 + [(0, key_dim)])
+  zeros_bhkv = kda_inputs.zero_state(
+    kda_inputs.Raw(k, k, padded, gate, beta, None, None)
+  )
+  column = jnp.arange(value_dim + key_dim) - value_dim
+  identity = (column == jnp.arange(key_dim)[:, None]).astype(zeros_bhkv.dtype)
+  _, state = kda(
+    k, k, padded, gate, beta, initial_state=zeros_bhkv + identity, **options
+  )
+  return state[..., value_dim:], state[..., :value_dim]
