@@ -163,12 +163,23 @@ def local(
   """
   if not mesh_is_set():
     return function
-  is_names = lambda x: (
-    isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
-  )
-  specs = lambda tree: jax.tree.map(spec, tree, is_leaf=is_names)
-  # Every output below names the axes it varies over, so the replication check
-  # adds nothing; Pallas calls and hand-written VJPs do not pass it.
-  return jax.shard_map(
+  specs = lambda tree: jax.tree.map(spec, tree, is_leaf=_is_names)
+  # Every output names the axes it varies over, so the replication check adds
+  # nothing; Pallas calls and hand-written VJPs do not pass it.
+  run = jax.shard_map(
     function, in_specs=specs(inputs), out_specs=specs(outputs), check_vma=False
+  )
+
+  def place(names, tree):
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec(names)), tree)
+
+  def placed_and_run(*args):
+    return run(*jax.tree.map(place, inputs, args, is_leaf=_is_names))
+
+  return placed_and_run
+
+
+def _is_names(x: Any) -> bool:
+  return isinstance(x, tuple) and all(
+    n is None or isinstance(n, str) for n in x
   )

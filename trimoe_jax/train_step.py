@@ -91,7 +91,7 @@ def accumulate(
 def make_train_step(
   config: TrainConfig,
   optimizer: optax.GradientTransformation,
-  learning_rate: Callable[[jax.Array], jax.Array],
+  schedule: optax.Schedule,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """The training step, to be jitted with the state donated.
 
@@ -123,7 +123,7 @@ def make_train_step(
       'z_loss': sums.z / tokens,
       'tokens': sums.tokens,
       'grad_norm': norm,
-      'learning_rate': learning_rate(state.step),
+      'learning_rate': config.optim.lr * schedule(state.step),
       'skipped': ~finite,
       **router.metrics(stats),
     }

@@ -120,8 +120,24 @@ def _weights(logits, indices, weight_scale):
   chosen = jnp.take_along_axis(logits, indices, axis=-1)
   share = jax.nn.sigmoid(chosen)
   if indices.shape[-1] > 1:
-    share = share / (jnp.sum(share, axis=-1, keepdims=True) + 1e-20)
+    share = _normalize(share)
   return share * weight_scale
+
+
+@jax.custom_jvp
+def _normalize(share):
+  return share / (jnp.sum(share, axis=-1, keepdims=True) + 1e-20)
+
+
+@_normalize.defjvp
+def _normalize_jvp(primals, tangents):
+  # The derived rule squares the denominator, which overflows to NaN when every
+  # selected sigmoid underflows.
+  (share,), (d_share,) = primals, tangents
+  total = jnp.sum(share, axis=-1, keepdims=True) + 1e-20
+  weights = share / total
+  d_total = jnp.sum(d_share, axis=-1, keepdims=True)
+  return weights, (d_share - weights * d_total) / total
 
 
 def _check(logits, bias, top_k, mask):

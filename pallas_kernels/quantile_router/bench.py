@@ -30,6 +30,7 @@ def run(
   *,
   implementation: str | None = None,
   repeats: int = 10,
+  bandwidth: float | None = None,
 ) -> list[dict[str, float | str]]:
   """One row a spec, printed and returned; `peer_ratio` above 1 is faster.
 
@@ -37,8 +38,10 @@ def run(
     specs: None takes those tagged 'bench'.
     implementation: as for `route`.
     repeats: timed calls, of which the median is reported.
+    bandwidth: bytes a second for the floor; None measures it.
   """
-  bandwidth = copy_bandwidth(repeats)
+  if bandwidth is None:
+    bandwidth = copy_bandwidth(repeats)
   print(' '.join(f'{name:>12}' for name in COLUMNS))
   rows = []
   for spec in tagged('bench') if specs is None else specs:
