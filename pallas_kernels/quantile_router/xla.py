@@ -29,11 +29,12 @@ def select_and_count(scores_te, bias_e, valid_t, *, top_k, cutoff, statistics):
     (indices int32 [T, top_k], cutoff [T], counts int32 [E, bins] or None).
   """
   biased_te = scores_te + bias_e.astype(scores_te.dtype)
-  # The barrier keeps the slices below out of the selection: merged into it they
-  # turn the partial sort into a full one (CPU, E = 896: 7 times slower).
-  values, indices = jax.lax.optimization_barrier(
-    jax.lax.top_k(biased_te, top_k + 1)
-  )
+  values, indices = jax.lax.top_k(biased_te, top_k + 1)
+  # The barriers keep the slices below out of the selection: merged into it they
+  # turn the partial sort into a full one (CPU, E = 896: 7 times slower). One an
+  # array: a barrier on the pair aborts XLA's partitioner.
+  values = jax.lax.optimization_barrier(values)
+  indices = jax.lax.optimization_barrier(indices)
   cutoff_t = values[:, top_k]
   if cutoff == 'midpoint':
     cutoff_t = (values[:, top_k - 1] + cutoff_t) / 2
