@@ -127,6 +127,14 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   return jax.sharding.reshard(x, spec(names, x.shape))
 
 
+def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+  """Zeros of a traced shape, laid out like it."""
+  x = jnp.zeros(like.shape, like.dtype)
+  if not mesh_is_set() or like.sharding is None:
+    return x
+  return jax.sharding.reshard(x, like.sharding.spec)
+
+
 def use(weight: jax.Array, dtype, *names: str | None) -> jax.Array:
   """A parameter made ready for one use: cast, then gathered over ZeRO axes.
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trimoe_jax import sharding
 from trimoe_jax.config import TrainConfig
 from trimoe_jax.losses import LossSums, cross_entropy
 from trimoe_jax.model import router
@@ -73,18 +74,22 @@ def accumulate(
   """Summed gradients, loss parts and statistics over the micro-batches."""
   grad = jax.grad(objective, has_aux=True)
   count = batch['tokens'].shape[0]
-  micro = lambda i: jax.tree.map(lambda x: x[i], batch)
-  grads, (sums, stats) = grad(params, micro(0), state, config)
   if count == 1:
+    only = jax.tree.map(lambda x: x[0], batch)
+    grads, (sums, stats) = grad(params, only, state, config)
     return grads, sums, stats
 
-  def step(carry, part):
-    grads, (sums, stats) = grad(params, part, state, config)
-    stats = router.combine(carry[2], stats)
-    return (*jax.tree.map(jnp.add, carry[:2], (grads, sums)), stats), None
+  def step(carry, micro_batch):
+    grads, (sums, stats) = grad(params, micro_batch, state, config)
+    sums = jax.tree.map(jnp.add, carry[:2], (grads, sums))
+    return (*sums, router.combine(carry[2], stats)), None
 
-  rest = jax.tree.map(lambda x: x[1:], batch)
-  carry, _ = jax.lax.scan(step, (grads, sums, stats), rest)
+  first = jax.tree.map(lambda x: x[0], batch)
+  grads, (sums, stats) = jax.eval_shape(
+    lambda *args: grad(*args, config), params, first, state
+  )
+  zero = jax.tree.map(sharding.zeros, (grads, sums, stats))
+  carry, _ = jax.lax.scan(step, zero, batch)
   return carry
 
 
