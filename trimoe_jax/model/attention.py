@@ -68,16 +68,21 @@ def causal_attention(
   dispatch.choose('causal_attention', implementation, _CANDIDATES)
   if 0 in (*q_bthk.shape, *v_bshv.shape):
     return jnp.zeros((*q_bthk.shape[:3], v_bshv.shape[3]), _wide(q_bthk))
-  if segment_ids is not None:
-    live_bshk = (segment_ids != 0)[..., None, None]
-    q_bthk, k_bshk, v_bshv = (
-      jnp.where(live_bshk, x, 0) for x in (q_bthk, k_bshk, v_bshv)
-    )
-  time = q_bthk.shape[1]
+  if segment_ids is None:
+    return _blockwise((q_bthk, k_bshk, v_bshv), None, scale, block_size)
+  live = (segment_ids != 0)[..., None, None]
+  arrays = [jnp.where(live, x, 0) for x in (q_bthk, k_bshk, v_bshv)]
+  out_bthv = _blockwise(arrays, segment_ids, scale, block_size)
+  return jnp.where(live, out_bthv, 0)  # also keeps cotangents of padding out
+
+
+def _blockwise(arrays, segment_ids, scale, block_size):
+  """`causal_attention` of arrays that hold zeros where there is padding."""
+  time = arrays[0].shape[1]
   count = -(-time // block_size)
   block = -(-time // count)
   documents = _documents(segment_ids, count, block)
-  split = [_split(x, count, block) for x in (q_bthk, k_bshk, v_bshv)]
+  split = [_split(x, count, block) for x in arrays]
   out_nbhtv = _attention(*split, documents, scale)
   return _join(out_nbhtv, time)
 
