@@ -71,7 +71,8 @@ class FixedBatchTest(absltest.TestCase):
     self.assertEqual(found['unresolved'][4], 0)
 
   def test_128_experts_exact(self):
-    vio = trace(RouterConfig(estimator='exact'), Scores(16384), 5)['max_vio']
+    """Half the tokens: the sort dominates."""
+    vio = trace(RouterConfig(estimator='exact'), Scores(8192), 5)['max_vio']
     self.assertLessEqual(vio[1], 0.25)
     self.assertLessEqual(vio[4], 0.05)
 
@@ -166,7 +167,7 @@ class PoolTest(absltest.TestCase):
 class WarmStartTest(parameterized.TestCase):
   def test_four_forward_passes(self):
     config, moe = RouterConfig(), MoeConfig(experts=32, top_k=4)
-    logits = jax.random.normal(jax.random.key(0), (4096, 32))
+    logits = jax.random.normal(jax.random.key(0), (2048, 32))
     logits += jax.random.normal(jax.random.key(1), (32,))
     calls = []
 

@@ -16,26 +16,25 @@ TOKENS = 96
 ESTIMATORS = ('uniform', 'log_edges', 'exact')
 
 
-@functools.cache
-def _observer(config, moe):
-  return jax.jit(
-    lambda logits, state, mask: router.route(
-      logits, state, moe, config, mask=mask, observe=True
-    )
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _observe(logits, state, mask, config, moe):
+  one = jax.tree.map(lambda x: x[0], state)
+  indices, weights, stats = router.route(
+    logits, one, moe, config, mask=mask, observe=True
   )
+  return indices, weights, jax.tree.map(lambda x: x[None], stats)
 
 
 def observe(logits, state, config, *, mask=None, moe=MOE):
   """Route one layer whose state has a layer axis of 1."""
-  one = jax.tree.map(lambda x: x[0], state)
-  mask = jnp.ones(logits.shape[:-1], bool) if mask is None else mask
-  indices, weights, stats = _observer(config, moe)(logits, one, mask)
-  return indices, weights, jax.tree.map(lambda x: x[None], stats)
+  mask = np.ones(logits.shape[:-1], bool) if mask is None else mask
+  return _observe(logits, state, mask, config, moe)
 
 
 solve = jax.jit(router.solve, static_argnums=2)
 
 
+@functools.cache
 def random_logits(tokens=TOKENS, seed=0):
   noise, offset = jax.random.split(jax.random.key(seed))
   logits = jax.random.normal(noise, (tokens, MOE.experts))
@@ -286,11 +285,9 @@ class LifecycleTest(parameterized.TestCase):
     assert_trees_equal(solved, solve(state, without, config))
     self.assertTrue(np.isfinite(solved.bias).all())
 
-  @parameterized.product(
-    estimator=ESTIMATORS, timing=('lagged', 'in_batch'), ema=(0.0, 0.9)
-  )
-  def test_no_token_keeps_the_state(self, estimator, timing, ema):
-    config = RouterConfig(estimator=estimator, timing=timing, ema=ema)
+  @parameterized.product(estimator=ESTIMATORS, timing=('lagged', 'in_batch'))
+  def test_no_token_keeps_the_state(self, estimator, timing):
+    config = RouterConfig(estimator=estimator, timing=timing)
     state = biased_state(config)
     nothing = jnp.zeros(TOKENS, bool)
     indices, weights, stats = observe(
@@ -437,7 +434,7 @@ class BaselineTest(parameterized.TestCase):
     self.assertEqual(int(stats.load.sum()), 2 * TOKENS)
 
 
-class LayerTest(parameterized.TestCase):
+class LayerTest(absltest.TestCase):
   """Statistics leave scans, rematerialisation and gradients counted once."""
 
   def losses(self, config, moe):
@@ -478,21 +475,18 @@ class LayerTest(parameterized.TestCase):
       gradient(unrolled),
     )
 
-  @parameterized.parameters(*ESTIMATORS)
-  def test_scan_remat_and_unrolled_agree(self, estimator):
-    plain, remat, unrolled = self.losses(RouterConfig(estimator=estimator), MOE)
+  def test_scan_remat_and_unrolled_agree(self):
+    plain, remat, unrolled = self.losses(RouterConfig(), MOE)
     for other in (remat, unrolled):
       np.testing.assert_allclose(plain[0], other[0], rtol=1e-5, atol=1e-6)
       for name in ('load', 'valid', 'nonfinite'):
         np.testing.assert_array_equal(
           getattr(plain[1], name), getattr(other[1], name)
         )
-      if plain[1].counts is not None:
-        np.testing.assert_array_equal(
-          plain[1].counts.sum(-1), np.full((3, 8), TOKENS)
-        )
-        off = np.abs(np.cumsum(plain[1].counts - other[1].counts, -1))
-        self.assertLessEqual(off.max(), 1)
+      counts = np.asarray(plain[1].counts)
+      np.testing.assert_array_equal(counts.sum(-1), np.full((3, 8), TOKENS))
+      off = np.abs(np.cumsum(counts - np.asarray(other[1].counts), -1))
+      self.assertLessEqual(off.max(), 1)
 
 
 if __name__ == '__main__':

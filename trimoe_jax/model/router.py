@@ -120,6 +120,10 @@ def route(
 ):
   """Experts and weights of every token, and what was observed.
 
+  Sees the tokens it is given: where they are sharded, call it on each device's
+  own inside a `shard_map` (selection under automatic partitioning gathers all
+  scores), return the statistics as one entry a shard and `reduce` them later.
+
   Args:
     logits: [..., E], float32 with a matmul precision of HIGHEST.
     state: of this layer, bias [E], lo and hi scalars.
