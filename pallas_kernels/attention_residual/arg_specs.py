@@ -59,7 +59,7 @@ SPECS = (
   ArgSpec('tiny', 2, (1, 16384), 128, tags=('bench',)),
   ArgSpec('nine_sources', 8, (1, 16384), 128, tags=('bench',)),
   ArgSpec('nine_f32', 8, (1, 16384), 128, dtype='float32', tags=('bench',)),
-  ArgSpec('k3_1k', 8, (1, 1024), 7168, tags=('bench', 'k3')),
+  ArgSpec('k3_256', 8, (1, 256), 7168, tags=('bench', 'k3')),
   ArgSpec('k3_16k', 8, (1, 16384), 7168, tags=('device', 'k3')),
 )
 

@@ -8,6 +8,7 @@ sources' cotangents, on top of the forward pass. The peer is the reference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import jax
@@ -53,8 +54,7 @@ def run(
 
 def traffic(spec: ArgSpec, kind: str) -> int:
   """Bytes that a forward pass, or both passes, have to move once."""
-  (sources, _, _), _ = spec.arguments()
-  row = sources.nbytes // spec.sources
+  row = math.prod(spec.tokens) * spec.width * jnp.dtype(spec.dtype).itemsize
   forward = (spec.count + 1) * row
   return forward if kind == 'forward' else forward + (2 * spec.count + 1) * row
 
