@@ -464,17 +464,24 @@ def _operand_gradients(p: Prepared, x, d_weights_nbhzwxs, states):
   written = t.tail_nbhck * d_write
   d_k = (
     flat(t.left_scale_nbhzxk * rows_nbhzwxk[..., 1, :, :])
-    + (t.right_scale_nbhzsk * columns_nbhzsk).sum(3)
+    + _sum_of_products(t.right_scale_nbhzsk, columns_nbhzsk, 3)
     + t.head_nbhck * d_erase
     + written
     + own_nbhc1 * x.q
   )
   d_sum_nbhsk = (
-    flat((t.left_nbhzwxk.astype(wide) * rows_nbhzwxk).sum(-3))
-    - (t.right_nbhzsk.astype(wide) * columns_nbhzsk).sum(3)
+    flat(_sum_of_products(t.left_nbhzwxk.astype(wide), rows_nbhzwxk, 4))
+    - _sum_of_products(t.right_nbhzsk.astype(wide), columns_nbhzsk, 3)
     + t.head_nbhck * (x.q * d_read + x.k * d_erase)
   )
   return d_q, d_k, _gate_sums(p, d_sum_nbhsk, x.k * written, through_nbhk)
+
+
+def _sum_of_products(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+  """(a * b).sum(axis) of a short axis, without storing the product."""
+  pick = lambda x, i: lax.index_in_dim(x, i, axis, keepdims=False)
+  terms = (pick(a, i) * pick(b, i) for i in range(a.shape[axis]))
+  return functools.reduce(jnp.add, terms)
 
 
 def _gate_sums(p: Prepared, d_sum_nbhsk, written_nbhsk, through_nbhk):
