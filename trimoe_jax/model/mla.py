@@ -75,16 +75,11 @@ def mla_layer(
     [B, T, d], and the cache with the new tokens (None without a cache).
   """
   query_bthn = _queries(params, x_btd, config)
-  latent_bsr, shared_bse = _latents(params, x_btd, config)
+  latents = _latents(params, x_btd, config)
   if cache is not None:
-    cache = {
-      'latent': span.write(cache['latent'], latent_bsr),
-      'shared': span.write(cache['shared'], shared_bse),
-    }
+    cache = _extended(cache, latents, segment_ids, span)
   if cache is None or span.fresh:
-    out_bthv = _expanded(
-      params, query_bthn, (latent_bsr, shared_bse), config, segment_ids
-    )
+    out_bthv = _expanded(params, query_bthn, latents, config, segment_ids)
   else:
     out_bthv = _absorbed(params, query_bthn, cache, config, span)
   gate_dhv = sharding.use(params['gate'], x_btd.dtype, 'embed', 'heads', None)
@@ -116,6 +111,18 @@ def _latents(params, x_btd, config):
     both_btr[..., :rank], params['kv_norm'], config.latent_norm_eps
   )
   return latent_btr, both_btr[..., rank:]
+
+
+def _extended(cache, latents, segment_ids, span):
+  """The cache with new latents; those of padding are zero.
+
+  A weight of zero alone would not silence a slot that is not finite.
+  """
+  if segment_ids is not None:
+    real_bt = segment_ids > 0
+    latents = [jnp.where(real_bt[..., None], x_btr, 0) for x_btr in latents]
+  new = zip(('latent', 'shared'), latents)
+  return {name: span.write(cache[name], x_btr) for name, x_btr in new}
 
 
 def _expanded(params, query_bthn, latents, config, segment_ids):
