@@ -33,7 +33,9 @@ def statistics(num_bins=20, estimator='uniform', lo=-1.0, hi=1.0):
 
 
 def random_logits(*shape, seed=0):
-  return jax.random.normal(jax.random.key(seed), shape)
+  return jnp.asarray(
+    np.random.default_rng(seed).normal(size=shape), jnp.float32
+  )
 
 
 @jax.jit
