@@ -22,7 +22,7 @@ from pallas_kernels.kda import mosaic_gpu_prep as prep
 from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
 
 CHUNK = prep.CHUNK
-_PROCESSORS = 132  # of an H100 or H200
+
 _SHORTEST_PIECE = 16  # chunks; below it the maps cost more than they save
 _WIDTHS = (64, 128)
 
@@ -115,6 +115,9 @@ def kda_mosaic_gpu(
   )
   if activate_beta:
     beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+  length = q.shape[1]
+  if length % 8:  # bulk copies need whole groups of 8 tokens
+    q, k, v, gate = (_extend(x, 1, CHUNK) for x in (q, k, v, gate))
   arrays = _operands((q, k, gate, beta), (a_log, dt_bias), segment_ids, options)
   arrays['values'] = v
   if pieces is None:
@@ -125,17 +128,23 @@ def kda_mosaic_gpu(
     initial = jnp.swapaxes(_widen(initial_state, 2), 2, 3)[:, :, None]
   results = _scan(arrays, initial, pieces, (options.masked, save))
   final_state = jnp.swapaxes(results['final'][:, :, -1], 2, 3)[:, :, :key_width]
+  out = results['out'][:, :length]
   if not save:
-    return results['out'], final_state
+    return out, final_state
   saved = {'state': results['saved'][..., :key_width]}
   shape = (*saved['state'].shape[:3], CHUNK, CHUNK)
   saved['inverse'] = arrays['saved_inverse'].reshape(shape)
-  return results['out'], final_state, saved
+  return out, final_state, saved
 
 
 def _widen(x, axis: int):
   """Zeros appended up to the key width of the kernels; exact for KDA."""
-  missing = prep.WIDTH - x.shape[axis]
+  return _extend(x, axis, prep.WIDTH)
+
+
+def _extend(x, axis: int, multiple: int):
+  """Zeros appended to an axis up to the next multiple."""
+  missing = -x.shape[axis] % multiple
   if missing == 0:
     return x
   widths = [(0, 0)] * x.ndim
@@ -147,16 +156,15 @@ def _operands(raw, parameters, segment_ids, options: prep.Options) -> dict:
   """The arrays of `mosaic_gpu_scan.scan` that come from raw inputs."""
   q, k, gate, beta = raw
   batch, length, heads = beta.shape
-  padded = -(-length // CHUNK) * CHUNK
   flags = None
   if options.masked:
     if segment_ids is None:
       segment_ids = jnp.ones((batch, length), jnp.int32)
-    segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padded - length)))
+    segment_ids = _extend(segment_ids, 1, CHUNK)
     flags = _flags(segment_ids)
     valid = (segment_ids[:, :length] != 0)[:, :, None]
     beta = jnp.where(valid, beta.astype(jnp.float32), 0.0)
-    beta = jnp.pad(beta, ((0, 0), (0, padded - length), (0, 0)))
+    beta = _extend(beta, 1, CHUNK)
   beta = jnp.swapaxes(beta.astype(jnp.float32), 1, 2)
   q, k, gate = (_widen(x, 3) for x in (q, k, gate))
   affine = _gate_affine(parameters, heads)
@@ -199,7 +207,7 @@ def _flags(segment_ids) -> jax.Array:
 
 def _pieces(chains: int, chunks: int) -> int:
   """Ranges per chain that fill the chip without becoming short."""
-  return max(1, min(_PROCESSORS // chains, chunks // _SHORTEST_PIECE))
+  return max(1, min(prep.PROCESSORS // chains, chunks // _SHORTEST_PIECE))
 
 
 def _scan(arrays: dict, initial, pieces: int, flags) -> dict:

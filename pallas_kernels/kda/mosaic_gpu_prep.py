@@ -6,23 +6,32 @@ consumes (Kimi Linear, arXiv 2510.26692, with the bounded gate of Kimi K3):
     G       in-chunk cumulative sum of the log decay
     -k~     -k exp(G)                  scale q~   scale q exp(G)
     k^      k exp(G_end - G)           gamma      exp(G_end)
-    scale P lower triangle of sum_c scale q_ic k_jc exp(G_ic - G_jc)
-    T diag(beta), T = (I + A)^-1, A = strict lower triangle of
-                               beta_i sum_c k_ic k_jc exp(G_ic - G_jc)
+    P       lower triangle of sum_c scale q_ic k_jc exp(G_ic - G_jc)
+    T       (I + A)^-1, A = strict lower triangle of
+                            beta_i sum_c k_ic k_jc exp(G_ic - G_jc)
+    W       diag(beta) T^T k^          Q          P T diag(beta)
+
+Writing T into W and Q, rather than out, shortens the scan's chain to two
+products and keeps its accuracy for nearly parallel keys, where k^ and T are
+large against the differences of keys that W holds.
 
 Who does what. Elementwise work gives warp w the 16 tokens of sub-block w and
 each lane 4 neighbouring channels, so a cumulative sum is a chain of fused
 multiply-adds in one thread and everything that is constant over a sub-block is
 4 registers. The tile products are 16-row products inside a warp: queries and
-keys scaled by exp(G - s + c), with s the sum before their own sub-block,
-against keys scaled by exp(s - G - c) for the same s; c = 8 |lower_bound| keeps
-every exponent within +-40 nats, with no later token involved. The inverse is a
-doubling ladder inside each 16 x 16 block and a forward substitution across
-blocks, with both operands split in two bfloat16 parts.
+keys scaled by exp(G - s + c), with s the sum before their own sub-block rounded
+to an integer power of two, against keys scaled by exp(s - G - c) for the same
+s; c = 8 |lower_bound| keeps every exponent within +-41 nats, with no later
+token involved. Since references differ by powers of two, moving a rounded
+operand to another one is exact. The inverse is a doubling ladder inside each
+16 x 16 block and a forward substitution across blocks.
 
 Shared memory: the query, key and gate tiles are overwritten in place, each warp
-its own rows, by scaled queries, scaled keys and inversely scaled keys; `far`
-holds the inversely scaled keys for later sub-blocks, by distance in blocks.
+its own rows, by scaled queries, scaled keys and inversely scaled keys. Later
+the key tile carries blocks of T from warp to warp (its first half is then T),
+the query tile holds T diag(beta) in two bfloat16 parts and the gate tile k^.
+Three more tiles stage Q, where P was, and W, so that the copies of the next
+chunk can start when the last products have read their operands.
 """
 
 from __future__ import annotations
@@ -42,12 +51,12 @@ from pallas_kernels.kda import mosaic_gpu_warp as warp
 
 CHUNK = 64
 WIDTH = 128
+PROCESSORS = 132  # of an H100 or H200; any number is correct
 _BLOCKS = CHUNK // 16
 _LOG2E = math.log2(math.e)
+_BOTH_SIGNS = -0x7FFF8000  # the sign bits of both numbers of a word
 _HALF = CHUNK * 64 * 2  # bytes of one [64, 64] bfloat16 tile
 _BLOCK_ROWS = 16 * 64 * 2  # bytes of 16 rows of such a tile
-# First `far` slot of each distance; slot + 1 is the next sub-block of keys.
-_FAR_SLOT = {1: 0, 2: 3, 3: 5}
 VALID, ENTERS, LEAVES, SEGMENT = 1, 2, 4, 8
 
 
@@ -72,56 +81,56 @@ class Options:
   save_inverse: bool = False
 
   @property
-  def offset(self) -> float:
+  def offset(self) -> int:
     """c of the file's docstring, in powers of two."""
-    return 8 * abs(self.lower_bound) * _LOG2E
+    return math.ceil(8 * abs(self.lower_bound) * _LOG2E)
 
 
 class Place:
   """Where this thread sits in its chunk, and the addresses that follow."""
 
   def __init__(self):
-    thread = warp.bit_and(utils.thread_idx(), 127)
-    self.lane = warp.bit_and(thread, 31)
-    self.block = warp.bit_and(utils.warp_idx(), 3)
-    lane, rows = self.lane, warp.times(self.block, _BLOCK_ROWS)
+    thread, index = warp.bit_and(utils.thread_idx(), 127), utils.warp_idx()
+    # Later sub-blocks have more work; each warpgroup gives its own elsewhere.
+    rotated = warp.add(index, warp.shift_right(index, 2))
+    self.block = warp.bit_and(rotated, 3)
+    self.lane = lane = warp.bit_and(thread, 31)
+    rows = warp.times(self.block, _BLOCK_ROWS)
     low, high = warp.bit_and(lane, 7), warp.shift_right(lane, 4)
     chunk = warp.shift_left(warp.bit_and(lane, 14), 3)
     byte = warp.shift_left(warp.bit_and(lane, 1), 3)
-    in_row = warp.add(chunk, byte)
+    start = warp.add(warp.times(high, _HALF), warp.add(chunk, byte))
+    self._tokens = warp.add(start, rows)
     row = warp.add(low, warp.bit_and(lane, 8))
-    self._tokens = warp.add(warp.add(warp.times(high, _HALF), in_row), rows)
-    self._far_tokens = warp.add(warp.times(high, _BLOCK_ROWS), in_row)
     swizzled = warp.shift_left(warp.xor(high, low), 4)
-    self._far_tile = warp.add(warp.times(row, 128), swizzled)
-    self._tile = warp.add(self._far_tile, rows)
+    self._left = warp.add(warp.times(row, 128), swizzled)
+    side = warp.bit_and(warp.shift_right(lane, 3), 1)
+    row = warp.add(low, warp.shift_left(high, 3))
+    swizzled = warp.shift_left(warp.xor(side, low), 4)
+    self._right = warp.add(warp.times(row, 128), swizzled)
     self.row = warp.shift_right(lane, 2)
     self.column = warp.shift_left(warp.bit_and(lane, 3), 1)
 
   def token(self, tile: warp.Word, j: int) -> tuple[warp.Word, int]:
     """Address of this lane's 4 channels of token j in a [2, 64, 64] tile."""
-    return self._swizzle(warp.add(tile, self._tokens), j)
-
-  def far_token(self, slot: warp.Word, j: int) -> tuple[warp.Word, int]:
-    """The same in a [2, 16, 64] slot of `far`."""
-    return self._swizzle(warp.add(slot, self._far_tokens), j)
-
-  @staticmethod
-  def _swizzle(address: warp.Word, j: int) -> tuple[warp.Word, int]:
+    address = warp.add(tile, self._tokens)
     return warp.xor(address, (j & 7) << 4), j * 128
 
-  def tile(self, tile: warp.Word, columns: int) -> warp.Word:
-    """Address for `load_block` of own rows, columns 16 * columns onward."""
-    return warp.xor(warp.add(tile, self._tile), columns << 5)
+  def left(self, tile, block: warp.Word, columns) -> warp.Word:
+    """Address for `load_block` of a sub-block's rows, from 16 * columns on."""
+    return self._block_address(self._left, tile, block, columns)
 
-  def tile_at(self, tile, rows: warp.Word, columns: warp.Word) -> warp.Word:
-    """The same for any sub-block of rows and any block of columns."""
-    address = warp.add(warp.add(tile, self._far_tile), rows)
+  def right(self, tile, block: warp.Word, columns) -> warp.Word:
+    """Like `left`, with the two words of 8 rows next to each other."""
+    return self._block_address(self._right, tile, block, columns)
+
+  @staticmethod
+  def _block_address(lane_part, tile, block, columns) -> warp.Word:
+    rows = warp.times(block, _BLOCK_ROWS)
+    address = warp.add(warp.add(tile, lane_part), rows)
+    if isinstance(columns, int):
+      return warp.xor(address, columns << 5)
     return warp.xor(address, warp.shift_left(columns, 5))
-
-  def far_tile(self, slot: warp.Word, columns: int) -> warp.Word:
-    """The same for a slot of `far`."""
-    return warp.xor(warp.add(slot, self._far_tile), columns << 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,41 +140,32 @@ class Tiles:
   query: warp.Word
   key: warp.Word
   gate: warp.Word
-  far: warp.Word
+  scores: warp.Word
+  earlier: warp.Word  # [4, 3, 128] bfloat16, where W will be
   norms: warp.Word  # [2, 64]: of queries, of keys
   totals: warp.Word  # [4, 128]
   beta: warp.Word  # [64]
   flags: warp.Word | None  # [64]
 
-  def scores(self) -> warp.Word:
-    """scale P, where the gate was."""
-    return self.gate
 
-  def inverse(self) -> warp.Word:
-    """T diag(beta)."""
-    return warp.add(self.gate, _HALF)
-
-  def saved(self) -> warp.Word:
-    """T itself, where the queries were."""
-    return self.query
-
-
-def _inverse_norms(place: Place, tile: warp.Word, dest: warp.Word):
-  """1 / L2 norm of this warp's 16 rows: the diagonal of rows @ rows^T."""
+def _inverse_norms(place: Place, tile: warp.Word, vector: warp.Word, factor):
+  """factor / L2 norm of this warp's 16 rows: the diagonal of rows @ rows^T."""
   near, far = warp.zeros(4), warp.zeros(4)
   for s in range(8):
-    a = warp.load_block(place.tile(tile, s % 4), s // 4 * _HALF)
-    near = warp.multiply(near, a, (a[0], a[2]))
-    far = warp.multiply(far, a, (a[1], a[3]))
+    half = s // 4 * _HALF
+    a = warp.load_block(place.left(tile, place.block, s % 4), half)
+    b = warp.load_block(place.right(tile, place.block, s % 4), half)
+    near = warp.multiply(near, a, b[:2])
+    far = warp.multiply(far, a, b[2:])
   odd = warp.compare(warp.bit_and(place.row, 1), 'ne', 0)
   on_diagonal = warp.compare(
     warp.bit_and(place.lane, 3), 'eq', warp.shift_right(place.lane, 3)
   )
   squares = warp.where(odd, near[1], near[0]), warp.where(odd, far[3], far[2])
   token = warp.add(warp.times(place.block, 16), place.row)
-  address = warp.add(dest, warp.shift_left(token, 2))
+  address = warp.add(vector, warp.shift_left(token, 2))
   for offset, square in zip((0, 32), squares):
-    norm = warp.rsqrt(square + 1e-6)
+    norm = warp.rsqrt(square + 1e-6) * factor
     warp.store(address, offset, [norm], predicate=on_diagonal)
 
 
@@ -187,7 +187,7 @@ def _has(flags: list[warp.Word], bit: int) -> list[ir.Value]:
 
 def _cumulative_decay(place: Place, tiles: Tiles, affine, options: Options):
   """c + G - s for each token and channel of this lane, in powers of two."""
-  decay = [warp.Real(options.offset)] * 4
+  decay = [warp.Real(float(options.offset))] * 4
   valid = None
   if options.masked:
     valid = _has(_token_vector(place, tiles.flags), VALID)
@@ -209,24 +209,78 @@ def _cumulative_decay(place: Place, tiles: Tiles, affine, options: Options):
   return rows
 
 
-def _block_factors(place: Place, tiles: Tiles, decay, options: Options):
-  """exp(s - c), exp(G_end - s + c) and exp(G_end) of this lane's channels."""
-  totals = [x - options.offset for x in decay]
+def _references(place: Place, tiles: Tiles):
+  """Decay before each sub-block and in all of them, exact and rounded."""
   lane = warp.add(tiles.totals, warp.shift_left(place.lane, 4))
-  own = warp.add(lane, warp.times(place.block, 512))
-  warp.store(own, 0, totals)
-  utils.warpgroup_barrier()
-  before = [warp.Real(-options.offset)] * 4
-  after = [warp.Real(options.offset)] * 4
-  whole = [warp.Real(0.0)] * 4
+  sums = [[warp.Real(0.0)] * 4]
   for m in range(_BLOCKS):
     block = warp.load_real(lane, 512 * m, 4)
-    earlier = warp.compare(place.block, 'sgt', m)
-    before = [b + warp.where(earlier, t, 0.0) for b, t in zip(before, block)]
-    late = [warp.where(earlier, warp.Real(0.0), t) for t in block]
-    after = [a + t for a, t in zip(after, late)]
-    whole = [w + t for w, t in zip(whole, block)]
-  return tuple([warp.exp2(x) for x in v] for v in (before, after, whole))
+    sums.append([s + t for s, t in zip(sums[-1], block)] if m else block)
+  references = [sums[0]]
+  for total in sums[1:]:
+    references.append([warp.round_to_integer(x) for x in total])
+  return sums, references
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+  """Powers of two of this lane's channels.
+
+  Attributes:
+    shift: exponents that rounding this sub-block's reference adds to its decay.
+    entering: words of exp2(reference - c), which leads to the chunk's start.
+    leaving: words of exp2(rounded end - reference + c).
+    earlier: words of exp2(reference - that of an earlier sub-block), by
+      distance from 1.
+    whole: gamma.
+  """
+
+  shift: list[warp.Real]
+  entering: list[warp.Word]
+  leaving: list[warp.Word]
+  earlier: list[list[warp.Word]]
+  whole: list[warp.Real]
+
+
+def _block_factors(place: Place, tiles: Tiles, decay, offset: int) -> Factors:
+  """Combines the decays of all sub-blocks, through shared memory."""
+  own = warp.add(tiles.totals, warp.times(place.block, 512))
+  own = warp.add(own, warp.shift_left(place.lane, 4))
+  warp.store(own, 0, [x - float(offset) for x in decay])
+  utils.warpgroup_barrier()
+  sums, references = _references(place, tiles)
+  start = _of_block(place, sums[:_BLOCKS], 0)
+  reference = _of_block(place, references[:_BLOCKS], 0)
+
+  def words(exponents) -> list[warp.Word]:
+    return _packed([warp.exp2(x) for x in exponents])
+
+  earlier = [
+    words(_differences(reference, _of_block(place, references[:_BLOCKS], -d)))
+    for d in range(1, _BLOCKS)
+  ]
+  return Factors(
+    shift=_differences(start, reference),
+    entering=words([r - float(offset) for r in reference]),
+    leaving=words(
+      [e - r + float(offset) for e, r in zip(references[-1], reference)]
+    ),
+    earlier=earlier,
+    whole=[warp.exp2(x) for x in sums[-1]],
+  )
+
+
+def _differences(a, b) -> list[warp.Real]:
+  return [x - y for x, y in zip(a, b)]
+
+
+def _of_block(place: Place, vectors, ahead: int) -> list[warp.Real]:
+  """vectors[this warp's sub-block + ahead], ahead <= 0; else the first one."""
+  chosen = vectors[0]
+  for m in range(1, len(vectors) + ahead):
+    here = warp.compare(place.block, 'sge', m - ahead)
+    chosen = [warp.where(here, v, c) for v, c in zip(vectors[m], chosen)]
+  return chosen
 
 
 class Rows:
@@ -238,73 +292,94 @@ class Rows:
     )
     self._address = warp.advance(warp.global_address(ref), start)
 
-  def write(self, j: int, values, keep: ir.Value | None):
-    words = _packed(values)
-    if keep is not None:
-      words = [warp.where(keep, w, warp.word(0)) for w in words]
+  def write(self, j: int, words, keep: ir.Value | None):
+    words = _kept(words, keep)
     warp.store_global(self._address, j * 2 * WIDTH, words)
+
+
+def _kept(words, keep: ir.Value | None) -> list[warp.Word]:
+  """`words` where the condition holds or is None, else zero."""
+  if keep is None:
+    return words
+  return [warp.where(keep, w, warp.word(0)) for w in words]
 
 
 def _packed(values) -> list[warp.Word]:
   return [warp.pack(values[0], values[1]), warp.pack(values[2], values[3])]
 
 
-def _rows_of(place: Place, tile: warp.Word, vectors, options: Options):
-  """The 16 tokens of this warp, normalised: a function of the token."""
-  norms, flags = vectors
-  valid = _has(flags, VALID) if options.masked else None
+def _rows_of(place: Place, tile: warp.Word, norm_of, valid):
+  """The 16 tokens of this warp, normalised: a function of the token.
+
+  Each call also starts the load of the next token, ahead of any store that
+  follows the call, since loads do not pass stores.
+  """
+  ahead = [warp.load(*place.token(tile, 0), 2)]
 
   def row(j: int) -> list[warp.Real]:
-    words = warp.load(*place.token(tile, j), 2)
-    if valid:
-      words = [warp.where(valid[j], w, warp.word(0)) for w in words]
+    words = _kept(ahead[0], valid[j])
+    if j < 15:
+      ahead[0] = warp.load(*place.token(tile, j + 1), 2)
     values = [x for w in words for x in warp.unpack(w)]
-    if not options.normalize_qk:
+    norm = norm_of(j)
+    if norm is None:
       return values
-    norm = norms[j]
-    if valid:
+    if valid[j] is not None:
       norm = warp.where(valid[j], norm, 0.0)
     return [x * norm for x in values]
 
   return row
 
 
-def _norm_reals(place: Place, vector: warp.Word) -> list[warp.Real]:
-  address = warp.add(vector, warp.times(place.block, 64))
-  return [w for i in range(4) for w in warp.load_real(address, 16 * i, 4)]
-
-
 def _scale_rows(place: Place, tiles: Tiles, decay, outputs, options: Options):
-  """Scales queries and keys, writes both operands' rows; returns k / decay."""
-  entering, leaving, whole = _block_factors(place, tiles, decay[15], options)
+  """Scales queries and keys in place and writes -k~ and scale q~."""
+  factors = _block_factors(place, tiles, decay[15], options.offset)
+  minus_key, query, gamma = outputs
   flags = _token_vector(place, tiles.flags) if options.masked else None
-  enters = _has(flags, ENTERS) if flags else [None] * 16
-  leaves = _has(flags, LEAVES) if flags else [None] * 16
-  minus_key, query, end_key, gamma = outputs
-  key_norms = query_norms = None
-  if options.normalize_qk:
-    query_norms = _norm_reals(place, tiles.norms)
-    key_norms = _norm_reals(place, warp.add(tiles.norms, 4 * CHUNK))
-  key_row = _rows_of(place, tiles.key, (key_norms, flags), options)
-  query_row = _rows_of(place, tiles.query, (query_norms, flags), options)
-  entering_key = [-x for x in entering]
-  entering_query = [x * options.scale for x in entering]
-  inverse_rows = []
+  enters, valid = [
+    _has(flags, bit) if flags else [None] * 16 for bit in (ENTERS, VALID)
+  ]
+  _write_gamma(place, tiles, factors.whole, gamma)
+  norms = _norms_of(place, tiles, options)
+  query_row = _rows_of(place, tiles.query, norms[0], valid)
+  key_row = _rows_of(place, tiles.key, norms[1], valid)
+  to_minus = [warp.xor(w, _BOTH_SIGNS) for w in factors.entering]
   for j in range(16):
-    growth = [warp.exp2(x) for x in decay[j]]
-    keys = key_row(j)
-    scaled = [k * e for k, e in zip(keys, growth)]
-    warp.store(*place.token(tiles.key, j), _packed(scaled))
-    minus_key.write(j, _products(scaled, entering_key), enters[j])
-    inverse = [k * warp.exp2(-x) for k, x in zip(keys, decay[j])]
-    warp.store(*place.token(tiles.gate, j), _packed(inverse))
-    end_key.write(j, _products(inverse, leaving), leaves[j])
-    inverse_rows.append(inverse)
-    scaled = _products(query_row(j), growth)
-    warp.store(*place.token(tiles.query, j), _packed(scaled))
-    query.write(j, _products(scaled, entering_query), enters[j])
-  _write_gamma(place, tiles, whole, gamma)
-  return inverse_rows
+    power = [x + s for x, s in zip(decay[j], factors.shift)]
+    growth = [warp.exp2(x) for x in power]
+    keys, queries = key_row(j), query_row(j)
+    scaled_keys = _packed(_products(keys, growth))
+    inverse = _packed([k * warp.exp2(-x) for k, x in zip(keys, power)])
+    scaled_queries = _packed(_products(queries, growth))
+    warp.store(*place.token(tiles.key, j), scaled_keys)
+    warp.store(*place.token(tiles.gate, j), inverse)
+    warp.store(*place.token(tiles.query, j), scaled_queries)
+    minus_key.write(j, _pair_products(scaled_keys, to_minus), enters[j])
+    query.write(j, _pair_products(scaled_queries, factors.entering), enters[j])
+  return factors
+
+
+def _norms_of(place: Place, tiles: Tiles, options: Options):
+  """What queries and keys are multiplied by: two functions of the token."""
+  if not options.normalize_qk:
+    return lambda j: warp.Real(options.scale), lambda j: None
+  start = warp.add(tiles.norms, warp.times(place.block, 64))
+
+  def function(offset: int):
+    recent = []
+
+    def norm(j: int) -> warp.Real:
+      if j % 4 == 0:
+        recent[:] = warp.load_real(start, offset + 4 * j, 4)
+      return recent[j % 4]
+
+    return norm
+
+  return function(0), function(4 * CHUNK)
+
+
+def _pair_products(a, b) -> list[warp.Word]:
+  return [warp.multiply_pairs(x, y) for x, y in zip(a, b)]
 
 
 def _products(a, b) -> list[warp.Real]:
@@ -324,40 +399,70 @@ def _write_gamma(place: Place, tiles: Tiles, whole, gamma: ir.Value):
   warp.store_global(address, 0, whole, predicate=first)
 
 
-def _spread_rows(place: Place, tiles: Tiles, inverse_rows):
-  """Copies of this sub-block's keys at the references of later sub-blocks."""
-
-  def write(distance: int):
-    factor = [warp.Real(0.0)] * 4
-    for m in range(distance):
-      address = warp.add(tiles.totals, warp.times(place.block, 512))
-      block = _lane_vector(place, address, 512 * m)
-      factor = [f + t for f, t in zip(factor, block)]
-    factor = [warp.exp2(f) for f in factor]
-    slot = _far_slot(tiles, distance, place.block)
-    for j in range(16):
-      values = _products(inverse_rows[j], factor)
-      warp.store(*place.far_token(slot, j), _packed(values))
-
-  for distance in range(1, _BLOCKS):
-    inside = warp.compare(place.block, 'slt', _BLOCKS - distance)
-    warp.only_if(inside, lambda distance=distance: write(distance))
+def _end_rows(place: Place, tiles: Tiles, factors: Factors, options: Options):
+  """k^ over the inversely scaled keys, but for a factor left in `totals`."""
+  leaves = [None] * 16
+  if options.masked:
+    leaves = _has(_token_vector(place, tiles.flags), LEAVES)
+  for first in range(0, 16, 8):
+    addresses = [place.token(tiles.gate, first + j) for j in range(8)]
+    rows = [warp.load(*address, 2) for address in addresses]
+    for j, words in enumerate(rows):
+      words = _kept(_pair_products(words, factors.leaving), leaves[first + j])
+      warp.store(*addresses[j], words)
 
 
-def _far_slot(tiles: Tiles, distance: int, key_block: warp.Word) -> warp.Word:
-  slot = warp.add(key_block, _FAR_SLOT[distance])
-  return warp.add(tiles.far, warp.times(slot, 2 * _BLOCK_ROWS))
+def _share_rest(place: Place, tiles: Tiles):
+  """What rounding left out of the chunk's decay, for W, in place of norms."""
+  sums, references = _references(place, tiles)
+  rest = [warp.exp2(x) for x in _differences(sums[-1], references[-1])]
+  address = warp.add(tiles.norms, warp.shift_left(place.lane, 4))
+  first = warp.compare(place.block, 'eq', 0)
+  warp.store(address, 0, rest, predicate=first)
 
 
-def _gram(queries, keys, right) -> list[warp.Real]:
-  """[16, 16] products of both left operands; right(s) loads 16 channels."""
+def _share_factors(place: Place, tiles: Tiles, factors: Factors):
+  """Stores `earlier` for `_inverse_keys`."""
+  lane = warp.add(tiles.earlier, warp.times(place.block, 3 * 2 * WIDTH))
+  lane = warp.add(lane, warp.shift_left(place.lane, 3))
+  for i, words in enumerate(factors.earlier):
+    warp.store(lane, i * 2 * WIDTH, words)
+
+
+def _gram(place: Place, tiles: Tiles, right) -> list[warp.Real]:
+  """[16, 16] products of own queries and keys; right(s) loads 16 channels."""
   acc = [warp.zeros(4) for _ in range(4)]
   for s in range(8):
     b = right(s)
-    for i, left in enumerate((queries[s], keys[s])):
+    for i, tile in enumerate((tiles.query, tiles.key)):
+      # Loading again for every block costs less than 64 registers throughout.
+      address = place.left(tile, place.block, s % 4)
+      left = warp.load_block(address, s // 4 * _HALF)
       for n in range(2):
-        acc[2 * i + n] = warp.multiply(acc[2 * i + n], left, (b[n], b[n + 2]))
+        pair = b[2 * n : 2 * n + 2]
+        acc[2 * i + n] = warp.multiply(acc[2 * i + n], left, pair)
   return [x for a in acc for x in a]
+
+
+def _inverse_keys(place: Place, tiles: Tiles, distance: int):
+  """A function that loads 16 channels of the keys `distance` blocks back.
+
+  They come scaled for this warp's reference instead of their own.
+  """
+  block = warp.add(place.block, -distance)
+  factor = warp.add(tiles.earlier, warp.times(place.block, 3 * 2 * WIDTH))
+  factor = warp.add(factor, warp.shift_left(place.column, 1))
+
+  def load(s: int) -> list[warp.Word]:
+    address = place.right(tiles.gate, block, s % 4)
+    words = warp.load_block(address, s // 4 * _HALF)
+    if distance == 0:
+      return words
+    offset = (distance - 1) * 2 * WIDTH + 32 * s
+    factors = [warp.load(factor, offset + 16 * i, 1)[0] for i in range(2)]
+    return _pair_products(words, factors * 2)
+
+  return load
 
 
 def _pairs(block) -> list[tuple[warp.Real, warp.Real]]:
@@ -442,11 +547,11 @@ def _same_segment(place: Place, tiles: Tiles, columns: warp.Word):
 
 
 def _finish_tiles(place: Place, tiles: Tiles, block, distance, options):
-  """scale P and A of one block from its raw products; 8 entries each."""
+  """P and A of one block from its raw products; 8 entries each."""
   token = warp.add(warp.times(place.block, 16), place.row)
   address = warp.add(tiles.beta, warp.shift_left(token, 2))
   beta = [warp.load_real(address, 32 * i, 1)[0] for i in range(2)]
-  scores = [x * options.scale for x in block[:8]]
+  scores = list(block[:8])
   a = [x * beta[i // 2 % 2] for i, x in enumerate(block[8:])]
   if distance == 0:
     for e in range(2):
@@ -465,66 +570,46 @@ def _finish_tiles(place: Place, tiles: Tiles, block, distance, options):
   return scores, a
 
 
-def _tile_products(place: Place, tiles: Tiles, options: Options):
-  """Writes scale P; returns the blocks of A of this warp's rows by distance."""
-  load = lambda tile: [
-    warp.load_block(place.tile(tile, s % 4), s // 4 * _HALF) for s in range(8)
-  ]
-  queries, keys = load(tiles.query), load(tiles.key)
+def _tile_products(place: Place, tiles: Tiles, distance: int, options: Options):
+  """Writes a block of P of this warp's rows and returns the block of A."""
 
-  def own(s: int):
-    return warp.load_block(place.tile(tiles.gate, s % 4), s // 4 * _HALF)
-
-  def products(distance: int) -> list[warp.Real]:
-    right = own
-    if distance:
-      block = warp.add(place.block, -distance)
-      slot = _far_slot(tiles, distance, block)
-
-      def right(s: int):
-        address = place.far_tile(slot, s % 4)
-        return warp.load_block(address, s // 4 * _BLOCK_ROWS)
-
-    raw = _gram(queries, keys, right)
+  def products() -> list[warp.Real]:
+    raw = _gram(place, tiles, _inverse_keys(place, tiles, distance))
     scores, a = _finish_tiles(place, tiles, raw, distance, options)
     return scores + a
 
-  blocks = []
-  for distance in range(_BLOCKS):
-    if distance:
-      inside = warp.compare(place.block, 'sge', distance)
-      both = warp.reals_if(
-        inside, 16, lambda distance=distance: products(distance)
-      )
-    else:
-      both = products(0)
-    address = _column(place, tiles.scores(), distance)
-    warp.store_block(address, 0, _words(both[:8]))
-    blocks.append(both[8:])
-  return blocks
+  if distance:
+    inside = warp.compare(place.block, 'sge', distance)
+    both = warp.reals_if(inside, 16, products)
+  else:
+    both = products()
+  address = _column(place, tiles.scores, distance)
+  warp.store_block(address, 0, _words(both[:8]))
+  return both[8:]
 
 
 def _column(place: Place, tile: warp.Word, distance: int) -> warp.Word:
   """Address of own rows and the columns `distance` blocks back, cyclically."""
-  own_rows = warp.times(place.block, _BLOCK_ROWS)
   columns = warp.bit_and(warp.add(place.block, -distance), _BLOCKS - 1)
-  return place.tile_at(tile, own_rows, columns)
+  return place.left(tile, place.block, columns)
 
 
-def _invert(place: Place, tiles: Tiles, blocks) -> list[list[warp.Real]]:
+def _invert(place: Place, tiles: Tiles, blocks, save: bool):
   """Blocks of T of this warp's rows, by distance from the diagonal.
+
+  The first of `blocks` is T's already, the others are A's.
 
   Round d adds T at distance d: T_IJ = -T_II sum_m A_Im T_mJ, where the sum runs
   over J <= m < I and every T_mJ was written in an earlier round. Blocks travel
-  through shared memory where the keys were, leading parts in the first half.
+  through shared memory where the keys were, leading parts in the first half,
+  which is all of T in the end if `save`.
   """
-  diagonal = _diagonal_inverse(place, blocks[0])
-  inverse = [diagonal]
-  left = Split([-x for x in diagonal])
+  inverse = blocks[:1]
+  left = Split([-x for x in inverse[0]])
   a = [None] + [Split(block) for block in blocks[1:]]
 
-  def share(block, distance: int):
-    parts = Split(block)
+  def share(distance: int):
+    parts = Split(inverse[distance])
     address = _column(place, tiles.key, distance)
     warp.store_block(address, 0, parts.leading)
     warp.store_block(address, _HALF, parts.trailing)
@@ -533,8 +618,8 @@ def _invert(place: Place, tiles: Tiles, blocks) -> list[list[warp.Real]]:
     y = warp.zeros(8)
     columns = warp.add(place.block, -distance)
     for back in range(1, distance + 1):
-      rows = warp.times(warp.add(place.block, -back), _BLOCK_ROWS)
-      address = place.tile_at(tiles.key, rows, columns)
+      block = warp.add(place.block, -back)
+      address = place.left(tiles.key, block, columns)
       right = [
         warp.load_block(address, half, transposed=True) for half in (0, _HALF)
       ]
@@ -542,28 +627,28 @@ def _invert(place: Place, tiles: Tiles, blocks) -> list[list[warp.Real]]:
     return _multiply_split(warp.zeros(8), left, Split(y).right())
 
   for distance in range(1, _BLOCKS):
-    share(inverse[-1], distance - 1)
+    share(distance - 1)
     utils.warpgroup_barrier()
     inside = warp.compare(place.block, 'sge', distance)
     inverse.append(
       warp.reals_if(inside, 8, lambda distance=distance: substitute(distance))
     )
+  if save:
+    share(_BLOCKS - 1)
   return inverse
 
 
-def _write_inverse(place: Place, tiles: Tiles, inverse, options: Options):
-  """T diag(beta), and T where it is saved, to their tiles."""
+def _write_inverse(place: Place, tiles: Tiles, inverse):
+  """T diag(beta) in two parts, where the queries were."""
   for distance, block in enumerate(inverse):
-    if options.save_inverse:
-      address = _column(place, tiles.saved(), distance)
-      warp.store_block(address, 0, _words(block))
     columns = warp.bit_and(warp.add(place.block, -distance), _BLOCKS - 1)
     token = warp.add(warp.times(columns, 16), place.column)
     address = warp.add(tiles.beta, warp.shift_left(token, 2))
     beta = [warp.load_real(address, 32 * n, 2) for n in range(2)]
-    scaled = [x * beta[i // 4][i % 2] for i, x in enumerate(block)]
-    address = _column(place, tiles.inverse(), distance)
-    warp.store_block(address, 0, _words(scaled))
+    scaled = Split([x * beta[i // 4][i % 2] for i, x in enumerate(block)])
+    address = _column(place, tiles.query, distance)
+    warp.store_block(address, 0, scaled.leading)
+    warp.store_block(address, _HALF, scaled.trailing)
 
 
 def _gate_affine(place: Place, affine: ir.Value):
@@ -576,97 +661,190 @@ def _gate_affine(place: Place, affine: ir.Value):
 
 
 def _emit(options: Options, tiles: Tiles, affine: ir.Value, outputs):
-  """The work of one warpgroup on one chunk, up to the tiles left in `gate`."""
+  """The work of one warpgroup on one chunk, up to the tiles of P, T and k^."""
   place = Place()
   if options.activate_gate:
     affine = _gate_affine(place, affine)
   if options.normalize_qk:
-    for i, tile in enumerate((tiles.query, tiles.key)):
-      _inverse_norms(place, tile, warp.add(tiles.norms, 4 * CHUNK * i))
+    key_norms = warp.add(tiles.norms, 4 * CHUNK)
+    _inverse_norms(place, tiles.query, tiles.norms, options.scale)
+    _inverse_norms(place, tiles.key, key_norms, 1.0)
   decay = _cumulative_decay(place, tiles, affine, options)
-  minus_key, query, end_key, gamma = outputs
-  rows = [Rows(place, ref) for ref in (minus_key, query, end_key)]
-  inverse_rows = _scale_rows(place, tiles, decay, (*rows, gamma), options)
-  _spread_rows(place, tiles, inverse_rows)
+  rows = [Rows(place, ref) for ref in outputs[:2]]
+  factors = _scale_rows(place, tiles, decay, (*rows, outputs[2]), options)
+  _share_factors(place, tiles, factors)
+  utils.warp_barrier()
+  diagonal = _tile_products(place, tiles, 0, options)
+  blocks = [_diagonal_inverse(place, diagonal)]
   utils.warpgroup_barrier()
-  blocks = _tile_products(place, tiles, options)
-  inverse = _invert(place, tiles, blocks)
-  _write_inverse(place, tiles, inverse, options)
+  _share_rest(place, tiles)
+  blocks += [
+    _tile_products(place, tiles, distance, options)
+    for distance in range(1, _BLOCKS)
+  ]
+  inverse = _invert(place, tiles, blocks, options.save_inverse)
+  _end_rows(place, tiles, factors, options)
+  _write_inverse(place, tiles, inverse)
 
 
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# Tiles [64, 64] of one chunk: query, key, gate and W by halves, P and then Q.
+_QUERY, _KEY, _GATE, _UPDATE, _SCORES, _TILES = 0, 2, 4, 6, 8, 9
 # Offsets, in words, of the vectors that share one buffer.
 _NORMS, _TOTALS, _BETA, _FLAGS = 0, 128, 640, 704
+_REST = _NORMS
+_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def _chunk(options: Options, refs, affine, outputs):
+def _chunk(options: Options, tiles_s, vectors_s, affine, outputs):
   """Calls `_emit` on a chunk's references from the surrounding kernel."""
-  tile = plgpu.RefType(_TRANSFORMS)
   plain = plgpu.RefType()
 
   @plgpu.inline_mgpu(
-    arg_types=(tile, tile, tile, plain, plain, plain, (plain,) * 4)
+    arg_types=(plgpu.RefType(_TRANSFORMS), plain, plain, (plain,) * 3)
   )
-  def prepare(ctx, query, key, gate, far, vectors, affine, outputs):
+  def prepare(ctx, tiles, vectors, affine, outputs):
     del ctx
-    query, key, gate, far, base = [
-      warp.shared_address(ref) for ref in (query, key, gate, far, vectors)
+    tiles, vectors = warp.shared_address(tiles), warp.shared_address(vectors)
+    query, key, gate, scores, earlier = [
+      warp.add(tiles, i * _HALF)
+      for i in (_QUERY, _KEY, _GATE, _SCORES, _UPDATE)
     ]
     norms, totals, beta, flags = [
-      warp.add(base, 4 * i) for i in (_NORMS, _TOTALS, _BETA, _FLAGS)
+      warp.add(vectors, 4 * i) for i in (_NORMS, _TOTALS, _BETA, _FLAGS)
     ]
     flags = flags if options.masked else None
-    tiles = Tiles(query, key, gate, far, norms, totals, beta, flags)
+    tiles = Tiles(query, key, gate, scores, earlier, norms, totals, beta, flags)
     _emit(options, tiles, affine, outputs)
 
-  prepare(*refs, affine, outputs)
+  prepare(tiles_s, vectors_s, affine, outputs)
 
 
-def _one_chunk(options: Options, place, outer, scratch):
-  """One chunk of one value head, from copy in to copy out."""
-  b, head, key_head, n = place
-  query_s, key_s, gate_s, far_s, vectors_s, arrived = scratch
-  tokens = pl.ds(n * CHUNK, CHUNK)
-  sources = (('q', key_head), ('k', key_head), ('gate', head))
-  for (name, h), tile in zip(sources, (query_s, key_s, gate_s)):
+def _fetch_rows(place, outer, tiles_s, arrived):
+  """Starts the copies of a chunk's queries and keys."""
+  b, _, key_head, n = place
+  for name, first in (('q', _QUERY), ('k', _KEY)):
     for half in range(2):
-      part = outer[name].at[b, tokens, h, pl.ds(64 * half, 64)]
-      plgpu.copy_gmem_to_smem(part, tile.at[half], arrived)
+      part = outer[name].at[
+        b, pl.ds(n * CHUNK, CHUNK), key_head, pl.ds(64 * half, 64)
+      ]
+      plgpu.copy_gmem_to_smem(part, tiles_s.at[first + half], arrived)
+
+
+def _fetch_rest(options: Options, place, outer, scratch, arrived):
+  """Starts the copies of a chunk's gates and vectors."""
+  b, head, _, n = place
+  tiles_s, vectors_s = scratch
+  tokens = pl.ds(n * CHUNK, CHUNK)
+  for half in range(2):
+    part = outer['gate'].at[b, tokens, head, pl.ds(64 * half, 64)]
+    plgpu.copy_gmem_to_smem(part, tiles_s.at[_GATE + half], arrived)
   beta = vectors_s.at[pl.ds(_BETA, CHUNK)]
   plgpu.copy_gmem_to_smem(outer['beta'].at[b, head, tokens], beta, arrived)
   if options.masked:
     flags = vectors_s.at[pl.ds(_FLAGS, CHUNK)]
     plgpu.copy_gmem_to_smem(outer['flags'].at[b, tokens], flags, arrived)
-  plgpu.barrier_wait(arrived)
-  rows = [
-    outer[o].at[b, head, tokens] for o in ('minus_key', 'query', 'end_key')
-  ]
+
+
+def _apply_inverse(tiles_s, vectors_s):
+  """The halves of W and Q, from T diag(beta) in two parts, k^ and P."""
+
+  def products(*accumulators):
+    for part in range(2):
+      inverse = tiles_s.at[_QUERY + part]
+      for half in range(2):
+        end_key = tiles_s.at[_GATE + half]
+        plgpu.wgmma(accumulators[half], inverse.T, end_key)
+      plgpu.wgmma(accumulators[2], tiles_s.at[_SCORES], inverse)
+    return tuple(acc[...] for acc in accumulators)
+
+  tile = plgpu.ACC((CHUNK, 64), jnp.float32)
+  *update, scores = lax.optimization_barrier(
+    pl.run_scoped(products, tile, tile, tile)
+  )
+  for half in range(2):
+    rest = vectors_s.at[pl.ds(_REST + 64 * half, 64)]
+    rest = plgpu.load(rest, layout=_PER_COLUMN, optimized=False)
+    update[half] *= lax.broadcast_in_dim(rest, (CHUNK, 64), [1])
+  return update, scores
+
+
+def _store_tiles(place, outer, tiles_s):
+  """Starts the copies of W and Q."""
+  b, head, _, n = place
+  tokens = pl.ds(n * CHUNK, CHUNK)
+  for half in range(2):
+    dest = outer['update'].at[b, head, tokens, pl.ds(64 * half, 64)]
+    plgpu.copy_smem_to_gmem(tiles_s.at[_UPDATE + half], dest)
+  dest = outer['scores'].at[b, head, tokens]
+  plgpu.copy_smem_to_gmem(tiles_s.at[_SCORES], dest)
+
+
+def _one_chunk(options: Options, places, outer, scratch, barriers):
+  """One chunk; the copies of the next one start as its tiles become free."""
+  place, following = places
+  tiles_s, vectors_s = scratch
+  rows_arrived, rest_arrived = barriers
+  b, head, _, n = place
+  tokens = pl.ds(n * CHUNK, CHUNK)
+  plgpu.barrier_wait(rows_arrived)
+  plgpu.barrier_wait(rest_arrived)
+  rows = [outer[o].at[b, head, tokens] for o in ('minus_key', 'query')]
   outputs = (*rows, outer['gamma'].at[b, head, n])
-  tiles = (query_s, key_s, gate_s, far_s, vectors_s)
-  _chunk(options, tiles, outer['affine'].at[head], outputs)
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+  _chunk(options, tiles_s, vectors_s, outer['affine'].at[head], outputs)
   plgpu.commit_smem()
-  plgpu.copy_smem_to_gmem(gate_s.at[0], outer['scores'].at[b, head, tokens])
-  plgpu.copy_smem_to_gmem(gate_s.at[1], outer['inverse'].at[b, head, tokens])
+  update, scores = _apply_inverse(tiles_s, vectors_s)
+  plgpu.commit_smem()  # every warp's products have read their operands
   if options.save_inverse:
     saved = outer['saved_inverse'].at[b, head, tokens]
-    plgpu.copy_smem_to_gmem(query_s.at[0], saved)
-  plgpu.wait_smem_to_gmem(0)
+    plgpu.copy_smem_to_gmem(tiles_s.at[_KEY], saved)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+  following()
+  for half in range(2):
+    tiles_s.at[_UPDATE + half][...] = update[half].astype(jnp.bfloat16)
+  tiles_s.at[_SCORES][...] = scores.astype(jnp.bfloat16)
+  plgpu.commit_smem()
+  _store_tiles(place, outer, tiles_s)
 
 
 def _body(options: Options, names, sizes, *refs):
-  """One thread block: a chunk for each of its warpgroups."""
+  """One thread block: each of its warpgroups works through chunks."""
   heads, group, chunks, total, warpgroups = sizes
   outer = dict(zip(names, refs))
   role = lax.axis_index('role')
-  scratch = [ref.at[role] for ref in refs[len(names) :]]
-  index = lax.axis_index('chunk') * warpgroups + role
+  worker = lax.axis_index('block') * warpgroups + role
+  workers = lax.axis_size('block') * warpgroups
 
-  @pl.when(index < total)
-  def _():
+  def locate(index):
     head, rest = lax.rem(index, heads), lax.div(index, heads)
     b, n = lax.div(rest, chunks), lax.rem(rest, chunks)
-    place = (b, head, lax.div(head, group), n)
-    _one_chunk(options, place, outer, scratch)
+    return b, head, lax.div(head, group), n
+
+  def fetch(index, scratch, barriers):
+    @pl.when(index < total)
+    def _():
+      place = locate(index)
+      _fetch_rows(place, outer, scratch[0], barriers[0])
+      _fetch_rest(options, place, outer, scratch, barriers[1])
+
+  def owned(zero):
+    *scratch, rows, rest = [ref.at[role + zero] for ref in refs[len(names) :]]
+    return scratch, (rows, rest)
+
+  fetch(worker, *owned(0))
+
+  @pl.loop(0, lax.div(total - worker + workers - 1, workers))
+  def _(i):
+    index = worker + i * workers
+    # A zero that the compiler cannot see: addresses computed before the loop
+    # would have to wait in local memory, which is slower than computing them.
+    scratch, barriers = owned(lax.shift_right_logical(i, 30))
+    following = lambda: fetch(index + workers, scratch, barriers)
+    places = locate(index), following
+    _one_chunk(options, places, outer, scratch, barriers)
+
+  plgpu.wait_smem_to_gmem(0)
 
 
 def prepare(
@@ -688,17 +866,17 @@ def prepare(
     warpgroups: chunks in one thread block.
 
   Returns:
-    minus_key, query, end_key: -k~, scale q~ and k^ [B, HV, N * 64, 128];
-    scores, inverse: scale P and T diag(beta) [B, HV, N * 64, 64], bfloat16;
-    gamma [B, HV, N, 128] float32; saved_inverse, T, if options.save_inverse.
+    minus_key, query, update: -k~, scale q~ and W [B, HV, N * 64, 128]; scores:
+    Q [B, HV, N * 64, 64], bfloat16; gamma [B, HV, N, 128] float32;
+    saved_inverse, T, like Q, if options.save_inverse.
   """
   batch, heads, padded = beta.shape
   chunks = padded // CHUNK
   wide = jax.ShapeDtypeStruct((batch, heads, padded, WIDTH), jnp.bfloat16)
   square = jax.ShapeDtypeStruct((batch, heads, padded, CHUNK), jnp.bfloat16)
   gamma = jax.ShapeDtypeStruct((batch, heads, chunks, WIDTH), jnp.float32)
-  outputs = dict(minus_key=wide, query=wide, end_key=wide)
-  outputs.update(scores=square, inverse=square, gamma=gamma)
+  outputs = dict(minus_key=wide, query=wide, update=wide)
+  outputs.update(scores=square, gamma=gamma)
   inputs = dict(q=q, k=k, gate=gate, beta=beta, affine=affine)
   if options.masked:
     inputs['flags'] = lax.bitcast_convert_type(flags, jnp.float32)
@@ -707,28 +885,26 @@ def prepare(
   names = (*inputs, *outputs)
   total = batch * heads * chunks
   sizes = (heads, heads // q.shape[2], chunks, total, warpgroups)
-  lead = (warpgroups,)
-  tile = plgpu.SMEM((*lead, 2, CHUNK, 64), jnp.bfloat16, transforms=_TRANSFORMS)
+  tiles = (warpgroups, _TILES, CHUNK, 64)
   words = _FLAGS + (CHUNK if options.masked else 0)
   kernel = plgpu.kernel(
     lambda *refs: _body(options, names, sizes, *refs),
     out_type=tuple(outputs.values()),
-    grid=(pl.cdiv(total, warpgroups),),
-    grid_names=('chunk',),
+    grid=(min(PROCESSORS, pl.cdiv(total, warpgroups)),),
+    grid_names=('block',),
     num_threads=warpgroups,
     thread_name='role',
     kernel_name='kda_prepare',
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Lane,
       reduction_scratch_bytes=0,
+      unsafe_no_auto_barriers=True,
     ),
     scratch_types=[
-      tile,
-      tile,
-      tile,
-      plgpu.SMEM((*lead, 6 * 16 * WIDTH), jnp.bfloat16),
-      plgpu.SMEM((*lead, words), jnp.float32),
-      plgpu.Barrier(num_arrivals=7 + options.masked, num_barriers=warpgroups),
+      plgpu.SMEM(tiles, jnp.bfloat16, transforms=_TRANSFORMS),
+      plgpu.SMEM((warpgroups, words), jnp.float32),
+      plgpu.Barrier(num_arrivals=4, num_barriers=warpgroups),
+      plgpu.Barrier(num_arrivals=3 + options.masked, num_barriers=warpgroups),
     ],
   )
   return dict(zip(outputs, kernel(*inputs.values())))

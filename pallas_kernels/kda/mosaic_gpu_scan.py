@@ -1,14 +1,13 @@
 """The recurrence of Kimi Delta Attention over chunks, on Hopper.
 
 One thread block carries the state of one value head through a range of chunks
-(Kimi Linear, arXiv 2510.26692, in the form that multiplies by T first):
+(Kimi Linear, arXiv 2510.26692, with the inverse T already inside W and Q):
 
-    E = V - k~ S      U = T diag(beta) E      O = scale q~ S + scale P U
-    S <- diag(gamma) S + k^^T U
+    E = V - k~ S      O = scale q~ S + Q E      S <- diag(gamma) S + W^T E
 
-Everything is held transposed, with values along rows: the state [V, K], E, U
-and O [V, 64]. Then every product has its left operand in registers, where the
-product before left it, and its right operand in shared memory, where a third
+Everything is held transposed, with values along rows: the state [V, K], E and
+O [V, 64]. Then every product has its left operand in registers, where the
+product before left it, and its right operand in shared memory, where another
 warpgroup puts it by bulk copies, two chunks ahead. Each computing warpgroup
 owns 64 rows and never talks to the other. The operands arrive with signs, beta
 and scale folded in, so no elementwise work but gamma remains.
@@ -93,16 +92,15 @@ def _chunk_step(plan: Plan, stage, slot, rows, s_vk):
   decay = _load(stage['gamma'].at[slot], _PER_COLUMN)
   kept_vk = s_vk * lax.broadcast_in_dim(decay, s_vk.shape, [1])
   v_vc = _entering_values(plan, stage, slot, rows)
-  (e_vc,) = _accumulate((v_vc, left, stage['minus_key'].at[slot].T))
-  zero = _zeros((_ROWS, CHUNK))
-  sums = [(zero, e_vc.astype(jnp.bfloat16), stage['inverse'].at[slot].T)]
+  sums = [(v_vc, left, stage['minus_key'].at[slot].T)]
   if plan.output:
+    zero = _zeros((_ROWS, CHUNK))
     sums.append((zero, left, stage['query'].at[slot].T))
-  u_vc, *o_vc = _accumulate(*sums)
-  u_vc = u_vc.astype(jnp.bfloat16)
-  sums = [(kept_vk, u_vc, stage['end_key'].at[slot])]
+  e_vc, *o_vc = _accumulate(*sums)
+  left = e_vc.astype(jnp.bfloat16)
+  sums = [(kept_vk, left, stage['update'].at[slot])]
   if plan.output:
-    sums.append((o_vc[0], u_vc, stage['scores'].at[slot].T))
+    sums.append((o_vc[0], left, stage['scores'].at[slot].T))
   s_vk, *o_vc = _accumulate(*sums)
   return (o_vc[0] if plan.output else None), s_vk
 
@@ -148,10 +146,9 @@ def _compute(plan: Plan, place, outer, stage, barriers):
 def _copies(plan: Plan, b, head, n, outer, stage):
   """(source, destination of a slot) of everything one chunk needs."""
   tokens = pl.ds(n * CHUNK, CHUNK)
-  names = ['minus_key', 'inverse']
-  if plan.output:
-    names += ['query', 'scores']
-  names.append('end_key')
+  names = ['minus_key', 'query', 'update', 'scores']
+  if not plan.output:
+    names = ['minus_key', 'update']
   copies = [(outer[name].at[b, head, tokens], stage[name]) for name in names]
   copies.append((outer['gamma'].at[b, head, n], stage['gamma']))
   if plan.values and plan.masked:
@@ -222,8 +219,7 @@ def _tile(*shape: int):
 def _stages(plan: Plan, groups: int) -> dict:
   """Shared memory by name."""
   ring = _STAGES
-  stage = {name: _tile(ring, CHUNK, WIDTH) for name in ('minus_key', 'end_key')}
-  stage['inverse'] = _tile(ring, CHUNK, CHUNK)
+  stage = {name: _tile(ring, CHUNK, WIDTH) for name in ('minus_key', 'update')}
   stage['gamma'] = plgpu.SMEM((ring, WIDTH), jnp.float32)
   if plan.output:
     stage['query'] = _tile(ring, CHUNK, WIDTH)
@@ -257,8 +253,8 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
   """Runs the recurrence.
 
   Args:
-    arrays: minus_key, query, end_key [B, HV, N * 64, 128] bfloat16; scores,
-      inverse [B, HV, N * 64, 64] bfloat16; gamma [B, HV, N, 128] float32;
+    arrays: minus_key, query, update [B, HV, N * 64, 128] bfloat16; scores
+      [B, HV, N * 64, 64] bfloat16; gamma [B, HV, N, 128] float32;
       values [B, T, HV, V] bfloat16, V 64 or 128; flags [B, N * 64] int32 if
       plan.masked; initial [B, HV, pieces, V, 128] float32 if plan.initial. See
       `mosaic_gpu_prep` for what they hold. Only what the plan uses is read.

@@ -85,6 +85,10 @@ def rsqrt(x: Real) -> Real:
   return _unary('rsqrt.approx.ftz.f32', x)
 
 
+def round_to_integer(x: Real) -> Real:
+  return _unary('cvt.rni.f32.f32', x)
+
+
 def word(value: int) -> Word:
   """A constant."""
   return mgpu.c(value, _i32())
@@ -143,6 +147,11 @@ def unpack(x: Word) -> tuple[Real, Real]:
   low = arith.bitcast(_f32(), shift_left(x, 16))
   high = arith.bitcast(_f32(), bit_and(x, -65536))
   return Real(low), Real(high)
+
+
+def multiply_pairs(a: Word, b: Word) -> Word:
+  """Products of two words of bfloat16 pairs, rounded to bfloat16."""
+  return utils.inline_ptx('mul.bf16x2 $0, $1, $2;', a, b, result_types=_i32())
 
 
 def split(low: Real, high: Real) -> tuple[Word, Word]:
