@@ -1,0 +1,4 @@
+from typing import NamedTuple
+class Cotangents(NamedTuple):
+  out: object
+  state: object

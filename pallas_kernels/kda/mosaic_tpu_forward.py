@@ -1,0 +1,257 @@
+"""Forward kernel of Kimi Delta Attention for TPUs, in Pallas Mosaic TPU.
+
+Legend: b batch, t time, c row in the chunk, s column of a pack, k key width, v
+value width. States are kept transposed, [V, K], so that their decay is a row.
+
+Grid (batch, groups of heads, chunks); the last axis runs in order and carries
+the state in VMEM. Arrays stay [B, T, H * D]: a head is a slice of lanes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kda import mosaic_tpu_tiles as tiles_lib
+from pallas_kernels.kda.mosaic_tpu_tiles import LANES, Plan, bfloat16, dot
+
+VMEM_LIMIT = 96 * 2**20
+
+
+class Operands(NamedTuple):
+  """Arrays as the kernels take them; N = T / C, P packs of heads."""
+
+  q: jax.Array  # [B, T, H K]
+  k: jax.Array  # [B, T, H K]
+  v: jax.Array  # [B, T, HV V]
+  gate: jax.Array  # [B, T, HV K]
+  beta: jax.Array  # [B, groups, T, heads]
+  affine: jax.Array  # [2, HV K] float32
+  documents: jax.Array | None  # [B, N, 2, 128] float32
+
+
+class Outputs(NamedTuple):
+  """Which results the forward kernel writes."""
+
+  out: bool = True
+  states: bool = False
+  inverse: bool = False
+
+
+def operand_specs(plan: Plan, operands: Operands, chunk_index) -> list:
+  """Block specs of the operands; chunk_index maps a grid step to its chunk."""
+  c, heads = plan.chunk, plan.heads
+  keys = heads // plan.group * plan.key_dim
+  row = lambda width: pl.BlockSpec(
+    (1, c, width), lambda b, h, n: (b, chunk_index(n), h)
+  )
+  specs = [
+    row(keys),
+    row(keys),
+    row(heads * plan.value_dim),
+    row(heads * plan.key_dim),
+    pl.BlockSpec((1, 1, c, heads), lambda b, h, n: (b, h, chunk_index(n), 0)),
+    pl.BlockSpec((2, heads * plan.key_dim), lambda b, h, n: (0, h)),
+  ]
+  if operands.documents is not None:
+    specs.append(
+      pl.BlockSpec(
+        (1, 1, 2, LANES), lambda b, h, n: (b, chunk_index(n), 0, 0)
+      )
+    )
+  return specs
+
+
+class Inputs(NamedTuple):
+  """Blocks of `Operands` in VMEM."""
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  gate: jax.Array
+  beta: jax.Array
+  affine: jax.Array
+  documents: jax.Array | None
+
+
+class Prepared(NamedTuple):
+  """Everything of one head that does not depend on the state."""
+
+  q_ck: jax.Array  # normalised and times the scale
+  k_ck: jax.Array
+  q_norm_c1: jax.Array | None  # factor from the raw q
+  k_norm_c1: jax.Array | None
+  gate: tiles_lib.Gate
+  tiles: tiles_lib.Tiles
+  beta_c1: jax.Array
+
+
+def betas(inputs: Inputs, plan: Plan) -> jax.Array:
+  """[C, heads] in float32."""
+  beta_ch = inputs.beta[0, 0].astype(jnp.float32)
+  return tiles_lib.sigmoid(beta_ch) if plan.activate_beta else beta_ch
+
+
+def prepare(inputs: Inputs, beta_ch, head: int, static) -> Prepared:
+  """Activates and decays one head of the chunk; static: masks, plan, clean.
+
+  With `clean`, padding rows of q and k are zero; without, they may hold
+  anything, which only products over rows of the chunk would notice.
+  """
+  masks, plan, clean = static
+  keys, shared = plan.keys(head), plan.keys(head // plan.group)
+  valid = masks.valid_c1 if clean else None
+  wide = lambda ref: tiles_lib.keep(
+    ref[0, :, shared].astype(jnp.float32), valid
+  )
+  q_ck, k_ck, q_norm_c1, k_norm_c1 = wide(inputs.q), wide(inputs.k), None, None
+  if plan.normalize:
+    q_norm_c1 = tiles_lib.inverse_norm(q_ck) * plan.scale
+    k_norm_c1 = tiles_lib.inverse_norm(k_ck)
+    q_ck, k_ck = q_ck * q_norm_c1, k_ck * k_norm_c1
+  else:
+    q_ck = q_ck * plan.scale
+  gate = tiles_lib.gate(
+    inputs.gate[0, :, keys], inputs.affine[:, keys], masks, plan
+  )
+  tiles = tiles_lib.tiles(q_ck, k_ck, gate.decay_ck, masks, plan)
+  beta_c1 = beta_ch[:, head : head + 1]
+  return Prepared(q_ck, k_ck, q_norm_c1, k_norm_c1, gate, tiles, beta_c1)
+
+
+def systems(prepared: list[Prepared], masks, plan: Plan):
+  """P, M and A of every pack."""
+  attend, alike, system = [], [], []
+  for pack in range(plan.packs):
+    heads = [prepared[h] for h in plan.pack_heads(pack)]
+    attend_cs, alike_cs = tiles_lib.scores(
+      [p.tiles for p in heads], masks, plan
+    )
+    beta_cs = packed_betas(heads, plan)
+    attend.append(attend_cs)
+    alike.append(alike_cs)
+    system.append(beta_cs * alike_cs)
+  return attend, alike, system
+
+
+def packed_betas(heads: list[Prepared], plan: Plan) -> jax.Array:
+  """Each row's beta on the lanes of its head."""
+  shape = (plan.chunk, LANES)
+  wide = [jnp.broadcast_to(p.beta_c1, shape) for p in heads]
+  return tiles_lib.own_lanes(wide, plan)
+
+
+def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
+  refs = list(refs)
+  documents = 1 if plan.segmented else 0
+  inputs = Inputs(*refs[:6], refs[6] if documents else None)
+  initial_ref, *refs = refs[6 + documents :]
+  state_ref = refs.pop()
+  final_ref = refs.pop(0)
+  out_ref = refs.pop(0) if outputs.out else None
+  states_ref = refs.pop(0) if outputs.states else None
+  inverse_ref = refs.pop(0) if outputs.inverse else None
+  step = pl.program_id(2)
+
+  @pl.when(step == 0)
+  def _():
+    state_ref[...] = initial_ref[0]
+
+  masks = tiles_lib.masks(
+    inputs.documents[0, 0] if plan.segmented else None, plan
+  )
+  beta_ch = betas(inputs, plan)
+  static = masks, plan, False
+  prepared = [prepare(inputs, beta_ch, h, static) for h in range(plan.heads)]
+  attend, _, system = systems(prepared, masks, plan)
+  inverses = tiles_lib.inverses(system, plan)
+  for pack in range(plan.packs):
+    heads = plan.pack_heads(pack)
+    if inverse_ref is not None:
+      inverse_ref[0, 0, pack] = inverses[pack]
+    reads, errors = [], []
+    for h in heads:
+      low_state = bfloat16(state_ref[h])
+      if states_ref is not None:
+        states_ref[0, 0, h] = low_state
+      t = prepared[h].tiles
+      both = jnp.concatenate([t.erase_ck, t.read_ck], 0)
+      seen = dot(both, low_state, (1, 1))
+      v_cv = inputs.v[0, :, plan.values(h)].astype(jnp.float32)
+      v_cv = tiles_lib.keep(v_cv, masks.valid_c1)
+      errors.append(
+        bfloat16(prepared[h].beta_c1 * (v_cv - seen[: plan.chunk]))
+      )
+      reads.append(seen[plan.chunk :])
+    update = bfloat16(
+      dot(inverses[pack], tiles_lib.block_diagonal(errors, plan))
+    )
+    parts = [update[:, plan.values(i)] for i in range(len(heads))]
+    if out_ref is not None:
+      seen = dot(attend[pack], tiles_lib.block_diagonal(parts, plan))
+      out = jnp.concatenate(reads, 1) + seen
+      columns = slice(heads[0] * plan.value_dim, (heads[-1] + 1) * plan.value_dim)
+      out_ref[0, :, columns] = out.astype(out_ref.dtype)
+    for h, update_cv in zip(heads, parts):
+      t = prepared[h].tiles
+      written = dot(update_cv, bfloat16(t.write_ck), (0, 0))
+      state_ref[h] = t.gamma_1k * state_ref[h] + written
+
+  @pl.when(step == pl.num_programs(2) - 1)
+  def _():
+    final_ref[0] = state_ref[...]
+
+
+def forward(
+  operands: Operands, initial_bhvk, plan: Plan, outputs: Outputs, interpret
+) -> list[jax.Array]:
+  """Final state [B, HV, V, K], then the results that `outputs` names.
+
+  out [B, T, HV V]; states [B, N, HV, V, K] bfloat16, which entered each chunk;
+  inverse [B, N, HV / pack, C, 128] bfloat16.
+  """
+  batch, groups, length = operands.beta.shape[:3]
+  chunks = length // plan.chunk
+  heads, v, k = plan.heads, plan.value_dim, plan.key_dim
+  vary = jax.typeof(operands.q).manual_axis_type
+  shape = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=vary)
+  state_spec = pl.BlockSpec((1, heads, v, k), lambda b, h, n: (b, h, 0, 0))
+  specs, shapes = [state_spec], [shape(initial_bhvk.shape, jnp.float32)]
+  if outputs.out:
+    specs.append(
+      pl.BlockSpec((1, plan.chunk, heads * v), lambda b, h, n: (b, n, h))
+    )
+    shapes.append(shape(operands.v.shape, operands.v.dtype))
+  per_chunk = lambda count, rows, columns: pl.BlockSpec(
+    (1, 1, count, rows, columns), lambda b, h, n: (b, n, h, 0, 0)
+  )
+  if outputs.states:
+    specs.append(per_chunk(heads, v, k))
+    shapes.append(shape((batch, chunks, groups * heads, v, k), jnp.bfloat16))
+  if outputs.inverse:
+    specs.append(per_chunk(plan.packs, plan.chunk, LANES))
+    shapes.append(
+      shape(
+        (batch, chunks, groups * plan.packs, plan.chunk, LANES), jnp.bfloat16
+      )
+    )
+  given = [x for x in operands if x is not None]
+  return pl.pallas_call(
+    functools.partial(_forward_kernel, plan=plan, outputs=outputs),
+    grid=(batch, groups, chunks),
+    in_specs=[*operand_specs(plan, operands, lambda n: n), state_spec],
+    out_specs=specs,
+    out_shape=shapes,
+    scratch_shapes=[pltpu.VMEM((heads, v, k), jnp.float32)],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=('parallel', 'parallel', 'arbitrary'),
+      vmem_limit_bytes=VMEM_LIMIT,
+    ),
+    interpret=interpret,
+    name='kda_forward',
+  )(*given, initial_bhvk)
