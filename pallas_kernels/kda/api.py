@@ -72,7 +72,8 @@ def kda(
     segment_ids: [B, T] int32. 0 is padding: such a row yields zeros, passes
       the state on and influences nothing, not even as NaN. A row whose id is
       not that of the latest row before it that is no padding starts from a
-      zero state.
+      zero state. Documents are isolated as long as they are finite: a NaN in
+      one may reach those that share a chunk with it.
     chunk_size: tokens in a chunk, a multiple of 16.
     save: what is kept for the gradient. 'inputs' nothing more, 'state' also
       the state before every group of chunks, 'state_and_t' also each chunk's

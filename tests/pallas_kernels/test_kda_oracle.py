@@ -98,30 +98,29 @@ def widened(tree):
 
 def test_golden_packed_documents_reset_to_zero():
   """The packed row with ids: the first state enters, later ones are zero."""
-  with jax.enable_x64(True):
-    data = np.load(GOLDEN / 'kda_packed.npz')
-    arguments = {a: jnp.asarray(data[f]) for a, f in NAMES.items()}
-    arguments['initial_state'] = arguments['initial_state'][:1]
-    ids = np.repeat(1 + np.arange(4), data['doc_lengths'])[None]
-    arguments['segment_ids'] = jnp.asarray(ids, jnp.int32)
-    cotangents = data['do'], data['d_final_state'][-1:]
-    arguments, cotangents = widened(
-      (arguments, jax.tree.map(jnp.asarray, cotangents))
-    )
-    run = lambda name: evaluate(
-      arguments, cotangents, implementation=name, **PLAIN
-    )
-    got, want = run('xla'), run('reference')
-    for output in want:
-      assert testing.relative_rms(got[output], want[output]) < 1e-10, output
-    first = int(data['doc_lengths'][0])
-    assert (
-      testing.relative_rms(got['out'][:, :first], data['o'][:, :first]) < 1e-6
-    )
+  data = np.load(GOLDEN / 'kda_packed.npz')
+  arguments = {a: data[f] for a, f in NAMES.items()}
+  arguments['initial_state'] = arguments['initial_state'][:1]
+  arguments = {a: enlarged(a, x) for a, x in arguments.items()}
+  ids = np.repeat(1 + np.arange(4, dtype=np.int32), data['doc_lengths'])
+  arguments['segment_ids'] = jnp.zeros((2, 130), jnp.int32).at[0].set(ids)
+  cotangents = (
+    enlarged('out', data['do']),
+    enlarged('final_state', data['d_final_state'][-1:]),
+  )
+  got, want = (
+    evaluate(arguments, cotangents, implementation=name, scale=1.0, **PLAIN)
+    for name in ('xla', 'reference')
+  )
+  for output in want:
+    assert testing.relative_rms(got[output], want[output]) < 1e-5, output
+  first = int(data['doc_lengths'][0])
+  out = got['out'][:1, :first, :2, :16] * 16**-0.5
+  assert testing.relative_rms(out, data['o'][:, :first]) < 1e-5
 
 
 CASES = [(gates, 'inputs') for gates in arg_specs.GATES]
-CASES += [('mixed', 'state'), ('mixed', 'state_and_t')]
+CASES += [('mixed', 'state_and_t')]
 
 
 @pytest.mark.parametrize('gates,save', CASES)

@@ -87,7 +87,9 @@ def test_unbounded_gate_is_exact():
   assert testing.relative_rms(state[0, 0], states[-1]) < 1e-5
 
 
-@pytest.mark.parametrize('bound', [-1.0, -3.0])
+@pytest.mark.parametrize(
+  'bound', [-1.0, pytest.param(-3.0, marks=pytest.mark.slow)]
+)
 def test_other_bounds(bound):
   spec = arg_specs.ArgSpec('short', 1, 32, 1, 1, 16, 24, 0, 'float32')
   arguments, cotangents = spec.arguments('saturated'), spec.cotangents()
