@@ -140,9 +140,7 @@ def _documents(segment_ids, plan: Plan) -> jax.Array | None:
   return jnp.tile(both, (1, 1, 1, plan.pack))
 
 
-def operands_of(
-  raw: kda_inputs.Raw, segment_ids, plan: Plan
-) -> Operands:
+def operands_of(raw: kda_inputs.Raw, segment_ids, plan: Plan) -> Operands:
   """The kernels' layout of the arguments."""
   fill = _NO_DECAY if plan.activate_gate else 0
   return Operands(

@@ -60,9 +60,7 @@ def operand_specs(plan: Plan, operands: Operands, chunk_index) -> list:
   ]
   if operands.documents is not None:
     specs.append(
-      pl.BlockSpec(
-        (1, 1, 2, LANES), lambda b, h, n: (b, chunk_index(n), 0, 0)
-      )
+      pl.BlockSpec((1, 1, 2, LANES), lambda b, h, n: (b, chunk_index(n), 0, 0))
     )
   return specs
 
@@ -184,9 +182,7 @@ def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
       seen = dot(both, low_state, (1, 1))
       v_cv = inputs.v[0, :, plan.values(h)].astype(jnp.float32)
       v_cv = tiles_lib.keep(v_cv, masks.valid_c1)
-      errors.append(
-        bfloat16(prepared[h].beta_c1 * (v_cv - seen[: plan.chunk]))
-      )
+      errors.append(bfloat16(prepared[h].beta_c1 * (v_cv - seen[: plan.chunk])))
       reads.append(seen[plan.chunk :])
     update = bfloat16(
       dot(inverses[pack], tiles_lib.block_diagonal(errors, plan))
@@ -195,7 +191,9 @@ def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
     if out_ref is not None:
       seen = dot(attend[pack], tiles_lib.block_diagonal(parts, plan))
       out = jnp.concatenate(reads, 1) + seen
-      columns = slice(heads[0] * plan.value_dim, (heads[-1] + 1) * plan.value_dim)
+      columns = slice(
+        heads[0] * plan.value_dim, (heads[-1] + 1) * plan.value_dim
+      )
       out_ref[0, :, columns] = out.astype(out_ref.dtype)
     for h, update_cv in zip(heads, parts):
       t = prepared[h].tiles

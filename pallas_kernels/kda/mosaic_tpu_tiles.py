@@ -63,9 +63,7 @@ class Plan(NamedTuple):
     return -self.bound * SUB / 2 * _LOG2_E
 
   def pack_heads(self, pack: int) -> range:
-    return range(
-      pack * self.pack, min(self.heads, (pack + 1) * self.pack)
-    )
+    return range(pack * self.pack, min(self.heads, (pack + 1) * self.pack))
 
   def keys(self, head: int) -> slice:
     return slice(head * self.key_dim, (head + 1) * self.key_dim)
@@ -75,10 +73,11 @@ class Plan(NamedTuple):
 
 
 class Masks(NamedTuple):
-  """Bit masks, 0 or -1 in int32; the last four are None without segments."""
+  """Bit masks, 0 or -1 in int32; the last five are None without segments."""
 
   attend_cs: jax.Array  # row may read column, itself included
   strict_cs: jax.Array  # the same without the diagonal
+  same_cs: jax.Array | None  # row and column share a document
   valid_c1: jax.Array | None
   entering_c1: jax.Array | None  # row is in the document that enters
   leaving_c1: jax.Array | None  # row is in the document that leaves
@@ -145,7 +144,7 @@ def masks(documents_2s, plan: Plan) -> Masks:
   row_cs, column_cs = _iota(shape, 0), _iota(shape, 1) % plan.chunk
   attend_cs, strict_cs = row_cs >= column_cs, row_cs > column_cs
   if documents_2s is None:
-    return Masks(_mask(attend_cs), _mask(strict_cs), None, None, None, None)
+    return Masks(_mask(attend_cs), _mask(strict_cs), *[None] * 5)
   own_cs = (row_cs == column_cs) & (_iota(shape, 1) < plan.chunk)
   column = lambda x_1s: jnp.sum(jnp.where(own_cs, x_1s, 0.0), 1, keepdims=True)
   document_1s, valid_1s = documents_2s[0:1], documents_2s[1:2]
@@ -155,6 +154,7 @@ def masks(documents_2s, plan: Plan) -> Masks:
   return Masks(
     _mask(attend_cs & same_cs),
     _mask(strict_cs & same_cs),
+    _mask(same_cs),
     _mask(valid_c1),
     _mask((document_c1 == 0) & valid_c1),
     _mask((document_c1 == last_11) & valid_c1),
@@ -261,9 +261,7 @@ def block_diagonal(parts, plan: Plan) -> jax.Array:
   for i, x in enumerate(parts):
     zeros = lambda n, x=x: jnp.zeros((n * plan.chunk, x.shape[1]), x.dtype)
     pieces = [zeros(i), x, zeros(plan.pack - 1 - i)]
-    columns.append(
-      jnp.concatenate([p for p in pieces if p.shape[0]], 0)
-    )
+    columns.append(jnp.concatenate([p for p in pieces if p.shape[0]], 0))
   return jnp.concatenate(columns, 1)
 
 
@@ -306,7 +304,9 @@ def inverses(systems: list[jax.Array], plan: Plan) -> list[jax.Array]:
   solved = _solve_blocks([_diagonal(a_cs, block_xs, plan) for a_cs in systems])
   inverses = []
   for solved_xs in solved:
-    rows = [jnp.where(block_xs == z, solved_xs, 0.0) for z in range(plan.blocks)]
+    rows = [
+      jnp.where(block_xs == z, solved_xs, 0.0) for z in range(plan.blocks)
+    ]
     inverses.append(jnp.concatenate(rows, 0))
   size = SUB
   while size < plan.chunk:
