@@ -45,6 +45,8 @@ def train(run: Run, *, should_stop: Callable[[], bool]) -> TrainState | None:
       for step in range(first, run.batches.total_steps):
         if step == first or step in ends:
           compiled = logger.compile(state, step)
+        if step in run.batches.first_steps:  # what the stage starts from
+          logger.evaluation(step, evaluate(run, evaluator, state, step))
         profiler.before(step + 1)
         state, metrics = compiled(state, fetch(run, step))
         profiler.after(step + 1, metrics)
@@ -53,7 +55,8 @@ def train(run: Run, *, should_stop: Callable[[], bool]) -> TrainState | None:
         at_end = done in ends
         if at_end or _due(done, config.eval.every_steps):
           logger.flush()
-          logger.evaluation(done, evaluate(run, evaluator, state, step))
+          record = evaluate(run, evaluator, state, step, recall=True)
+          logger.evaluation(done, record)
         if stopping or at_end or _due(done, config.checkpoint.every_steps):
           logger.flush()
           checkpointer.save(done, state, data_position={'next_step': done})
@@ -75,16 +78,27 @@ def fetch(run: Run, step: int) -> dict[str, jax.Array]:
 
 
 def evaluate(
-  run: Run, evaluator: Evaluator, state: TrainState, step: int
+  run: Run,
+  evaluator: Evaluator,
+  state: TrainState,
+  step: int,
+  *,
+  recall: bool = False,
 ) -> dict[str, Any]:
-  """The evaluation record after `step`, at every context trained so far."""
+  """The evaluation record of a state in the stage that `step` lies in.
+
+  With `recall`, also needle recall at every context trained so far.
+  """
   stage = run.batches.locate(step).stage
-  contexts = sorted(set(run.contexts[: stage + 1]))
+  contexts = sorted(set(run.contexts[: stage + 1])) if recall else ()
   start, compiled = time.perf_counter(), evaluator.compile_seconds
-  record = evaluator.measure(state.params, state.router, contexts)
+  record = evaluator.measure(
+    state.params, state.router, run.contexts[stage], contexts
+  )
   compiled = evaluator.compile_seconds - compiled
   seconds = time.perf_counter() - start - compiled
-  return {'seconds': seconds, 'compile_seconds': compiled, **record}
+  extra = {'stage': stage, 'seconds': seconds, 'compile_seconds': compiled}
+  return extra | record
 
 
 def _profiler(run: Run) -> profiling.TraceWindow:
@@ -180,16 +194,16 @@ class Logger:
     )
 
   def evaluation(self, done: int, record: dict[str, Any]):
-    number = self._run.batches.locate(done - 1).stage
+    """Logs an evaluation of the state after `done` steps."""
     trained = self._run.batches.tokens_before(done)
-    extra = {'stage': number, 'trained': trained, 'rate': self._rate.rate}
+    extra = {'trained': trained, 'rate': self._rate.rate}
     self._write('eval', done, extra | record)
     recall = ', '.join(
       f'{n}: {r["token_accuracy"]:.0%}' for n, r in record['recall'].items()
     )
     self.say(
       f'held-out loss {record["heldout_loss"]:.3f} at {record["context"]} '
-      f'tokens; needle recall {recall} (chance 10%)'
+      f'tokens' + (f'; needle recall {recall}' if recall else '')
     )
     self._progress.pause()
 

@@ -49,10 +49,11 @@ def write(run: Run, state: TrainState):
   fresh.replace(run.report_path)
 
 
-def stage_ends(evals: list[Record]) -> list[Record]:
-  """The last evaluation of every stage, in order."""
+def stage_ends(evals: list[Record]) -> list[tuple[Record, Record]]:
+  """The first and the last evaluation of every stage, in order."""
   last = {record['stage']: record for record in evals}
-  return [last[stage] for stage in sorted(last)]
+  first = {record['stage']: record for record in reversed(evals)}
+  return [(first[stage], last[stage]) for stage in sorted(last)]
 
 
 def draw(run: Run, steps: list[Record], evals: list[Record]):
@@ -84,7 +85,7 @@ def draw(run: Run, steps: list[Record], evals: list[Record]):
   )
   plots.plot_loss_by_position(
     figures / 'loss_by_position.png',
-    [_position_curve(record) for record in stage_ends(evals)],
+    [_position_curve(record) for _, record in stage_ends(evals)],
   )
 
 
@@ -139,15 +140,23 @@ def _summary(run: Run) -> str:
 def _stage_table(
   run: Run,
   steps: list[Record],
-  ends: list[Record],
+  ends: list[tuple[Record, Record]],
   compiles: list[Record],
 ) -> str:
   """One row a stage: what it read, what it reached, how fast."""
   lengths = sorted(set(run.contexts))
-  head = ['stage', 'context', 'steps', 'tokens', 'loss', 'held-out']
+  head = [
+    'stage',
+    'context',
+    'steps',
+    'tokens',
+    'loss',
+    'held-out: before',
+    'after',
+  ]
   head += [f'recall {n:,}' for n in lengths] + ['tokens/s', 'compile s']
   lines = [head, ['---'] + ['---:'] * (len(head) - 1)]
-  for end in ends:
+  for start, end in ends:
     number = end['stage']
     stage = run.config.stages[number]
     losses = [r['loss'] for r in steps if r['stage'] == number]
@@ -162,6 +171,7 @@ def _stage_table(
         f'{stage.num_steps:,}',
         f'{stage.num_steps * stage.step_tokens:,}',
         f'{np.mean(tail):.3f}',
+        f'{start["heldout_loss"]:.3f}',
         f'{end["heldout_loss"]:.3f}',
         *(f'{r["token_accuracy"]:.0%}' if r else '' for r in shown),
         f'{end["rate"]:,.0f}',
@@ -169,14 +179,15 @@ def _stage_table(
       ]
     )
   table = '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
-  chance = next(iter(ends[-1]['recall'].values()))['token_chance']
-  guess = 'unknown' if chance is None else f'{chance:.0%}'
+  chances = [r['token_chance'] for r in ends[-1][1]['recall'].values()]
+  guess = f'{chances[0]:.0%}' if chances and chances[0] else 'unknown'
   note = (
-    'Losses are nats a token: the mean of the last tenth of a stage, and on '
-    "held-out documents at the stage's context, where positions beyond 8,192 "
-    'rest on the few documents that are so long. Recall is the share of '
-    f'answer tokens of {run.config.eval.needles} needles that the model '
-    f'predicts; guessing gives {guess}.'
+    'Losses are nats a token: of training, the mean of the last tenth of a '
+    "stage; of held-out documents at the stage's context, before and after "
+    'it. Held-out rows differ from stage to stage, the longest documents '
+    'first, so compare within a row. Recall is the share of answer tokens of '
+    f'{run.config.eval.needles} needles that the model predicts; the chance '
+    f'of a guess is {guess}.'
   )
   return f'## Stages\n\n{table}\n\n{note}'
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AXES = ('pipe', 'data', 'context', 'expert', 'tensor')
@@ -47,25 +48,51 @@ Names = Sequence[str | None]
 def make_mesh(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
   """The mesh of the five AXES; axes that `sizes` leaves out have length 1.
 
+  A mesh smaller than the machine takes its first devices and says so.
+
   Raises:
-    ValueError: an unknown axis, or the product is not the number of devices;
-      the message names the nearest mesh that fits.
+    ValueError: an unknown axis, a length below 1, more devices than there are
+      (the message names the nearest mesh that fits), or fewer than all on
+      several hosts.
   """
   devices = jax.devices() if devices is None else devices
   unknown = sorted(set(sizes) - set(AXES))
   if unknown:
     raise ValueError(f'mesh has no axis {unknown}; its axes are {AXES}.')
   shape = tuple(sizes.get(axis, 1) for axis in AXES)
-  if min(shape) < 1 or math.prod(shape) != len(devices):
-    rest = math.prod(n for axis, n in zip(AXES, shape) if axis != 'data')
-    data = max(1, len(devices) // max(1, rest))
-    raise ValueError(
-      f'mesh {dict(zip(AXES, shape))} needs {math.prod(shape)} devices and '
-      f'there are {len(devices)}; the nearest that fits has data={data} and '
-      f'{data * rest} devices.'
+  count = math.prod(shape)
+  if min(shape) < 1 or count > len(devices):
+    raise ValueError(_too_large(shape, len(devices)))
+  if count < len(devices):
+    if jax.process_count() > 1:
+      raise ValueError(
+        f'mesh {dict(zip(AXES, shape))} uses {count} of {len(devices)} '
+        'devices; with several hosts it must use all.'
+      )
+    logging.warning(
+      'the mesh uses %d of %d devices; set mesh.data=%d to use more.',
+      count,
+      len(devices),
+      shape[AXES.index('data')] * (len(devices) // count),
     )
   return jax.make_mesh(
-    shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices
+    shape,
+    AXES,
+    axis_types=(AxisType.Explicit,) * len(AXES),
+    devices=devices[:count],
+  )
+
+
+def _too_large(shape: tuple[int, ...], available: int) -> str:
+  """Why a mesh does not fit, and the nearest that does."""
+  nearest = [max(1, n) for n in shape]
+  while math.prod(nearest) > available:
+    largest = nearest.index(max(nearest))
+    nearest[largest] -= 1
+  return (
+    f'mesh {dict(zip(AXES, shape))} needs {math.prod(shape)} devices and '
+    f'there are {available}; the nearest that fits is '
+    f'{dict(zip(AXES, nearest))}.'
   )
 
 

@@ -49,23 +49,9 @@ def objective(
   )
   total = sums.loss + sums.z
   if config.model.router.balance == 'aux_loss':
-    balance = router.aux_loss(pool(aux.router))
+    balance = router.aux_loss(router.reduce(aux.router))
     total += config.model.router.aux_weight * balance * sums.tokens
   return total, (sums, aux.router)
-
-
-def pool(stats: RouterStats) -> RouterStats:
-  """Statistics [L, shards, ...] as those of all tokens, [L, ...].
-
-  One sum over the sharded axis for the whole stack of layers: inside the layer
-  scan the same reduction would be a collective a layer.
-  """
-  margins = stats.margins
-  if margins is not None:
-    margins = jnp.moveaxis(margins, 1, 2)
-    margins = margins.reshape(*margins.shape[:2], -1)
-  summed = jax.tree.map(lambda x: x.sum(1), stats.replace(margins=None))
-  return summed.replace(margins=margins)
 
 
 def accumulate(
@@ -111,7 +97,7 @@ def make_train_step(
     grads = jax.tree.map(lambda g: g / tokens, grads)
     grads, norm = clip_by_global_norm(grads, config.optim.clip_norm)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    stats = pool(stats)
+    stats = router.reduce(stats)
     new = state.replace(
       params=optax.apply_updates(state.params, updates),
       opt_state=opt_state,

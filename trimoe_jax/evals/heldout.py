@@ -7,7 +7,7 @@ bias and observes no statistics.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,21 +48,45 @@ class Evaluator:
     self._announce = announce
     self._compiled: dict[int, Any] = {}
     self.compile_seconds = 0.0
+    contexts = sorted({stage.context for stage in config.stages})
+    self._needles = {n: self._draw_needles(n) for n in contexts}
 
   def measure(
-    self, params: Any, router: RouterState, contexts: list[int]
+    self,
+    params: Any,
+    router: RouterState,
+    context: int,
+    recall_at: Sequence[int] = (),
   ) -> dict[str, Any]:
-    """One record: held-out loss at the last context, recall at each.
+    """One record: held-out loss at one context, needle recall at others.
 
     Args:
       params, router: of a train state.
-      contexts: the context lengths trained on so far, ascending.
+      context: tokens in a held-out row.
+      recall_at: contexts of stages to measure recall at; those too short for
+        a needle are left out.
     """
-    record = self._heldout(params, router, contexts[-1])
+    record = self._heldout(params, router, context)
     record['recall'] = {
-      str(n): self._recall(params, router, n) for n in contexts
+      str(n): self._recall(params, router, n)
+      for n in recall_at
+      if self._needles[n] is not None
     }
     return record
+
+  def _draw_needles(self, context: int) -> Batch | None:
+    """The recall questions at `context`; None where they do not fit."""
+    try:
+      return needle_batch(
+        self._corpus.tokenizer,
+        self._corpus.heldout,
+        context,
+        count=self._config.eval.needles,
+        seed=self._config.seed,
+      )
+    except ValueError as error:
+      self._announce(f'no needle recall at {context} tokens: {error}')
+      return None
 
   def _heldout(self, params, router, context) -> dict[str, Any]:
     tokenizer = self._corpus.tokenizer
@@ -85,13 +109,7 @@ class Evaluator:
     }
 
   def _recall(self, params, router, context) -> dict[str, Any]:
-    needles = needle_batch(
-      self._corpus.tokenizer,
-      self._corpus.heldout,
-      context,
-      count=self._config.eval.needles,
-      seed=self._config.seed,
-    )
+    needles = self._needles[context]
     predicted = [
       self._score(params, router, part, context)['predictions']
       for part in _parts(needles, self._rows(context))
