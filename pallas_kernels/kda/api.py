@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import inputs as kda_inputs
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda import mosaic_tpu, reference, xla
 
 LOWEST_BOUND = -5.0
 _SAVE = ('inputs', 'state', 'state_and_t')
@@ -78,7 +78,8 @@ def kda(
     save: what is kept for the gradient. 'inputs' nothing more, 'state' also
       the state before every group of chunks, 'state_and_t' also each chunk's
       inverse [C, C].
-    implementation: 'xla', 'reference', or None for the best on this device.
+    implementation: 'mosaic_tpu', 'xla', 'reference', or None for the best on
+      this device.
 
   Returns:
     The output [B, T, HV, V] in the dtype of v, and the state [B, HV, K, V]
@@ -109,7 +110,7 @@ def kda(
     chunk_size,
     save,
   )
-  name = dispatch.choose('kda', implementation, _candidates(lower_bound))
+  name = dispatch.choose('kda', implementation, _candidates(raw, settings))
   wide = kda_inputs.wide(q.dtype)
   if q.shape[1] == 0:
     shape = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
@@ -117,14 +118,24 @@ def kda(
     return jnp.zeros(v.shape, v.dtype), state.astype(wide)
   if initial_state is None:
     initial_state = kda_inputs.zero_state(raw)
-  run = {'xla': xla.chunked, 'reference': reference.recurrence}[name]
+  run = {
+    'mosaic_tpu': mosaic_tpu.chunked,
+    'xla': xla.chunked,
+    'reference': reference.recurrence,
+  }[name]
   arguments = (raw, initial_state.astype(wide), segment_ids)
   return run(*kda_inputs.equally_varying(arguments), settings)
 
 
-def _candidates(lower_bound: float | None) -> list[dispatch.Candidate]:
-  unbounded = _UNBOUNDED if lower_bound is None else None
-  return [('xla', unbounded), ('reference', None)]
+def _candidates(
+  raw: kda_inputs.Raw, settings: kda_inputs.Settings
+) -> list[dispatch.Candidate]:
+  unbounded = _UNBOUNDED if settings.lower_bound is None else None
+  return [
+    ('mosaic_tpu', mosaic_tpu.refusal(raw, settings)),
+    ('xla', unbounded),
+    ('reference', None),
+  ]
 
 
 def check_bound(lower_bound: float | None):

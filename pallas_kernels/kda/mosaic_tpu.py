@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import mosaic_tpu_backward as backward_kernel
@@ -29,7 +30,13 @@ _NO_DECAY = -1e4
 
 
 def refusal(raw: kda_inputs.Raw, settings: kda_inputs.Settings) -> str | None:
-  """Why these kernels cannot run the arguments on a TPU, or None."""
+  """Why these kernels cannot run the arguments where a trace is for, or None.
+
+  A trace is for the device of the abstract mesh in scope, if there is one, and
+  for the default device otherwise.
+  """
+  if not pltpu.is_tpu_device():
+    return 'the TPU kernels need a TPU'
   if settings.lower_bound is None:
     return 'the TPU kernels need a bounded gate (lower_bound=-5.0)'
   if raw.q.dtype != jnp.bfloat16:
@@ -56,15 +63,10 @@ def chunked(
   """Output [B, T, HV, V] and final state [B, HV, K, V]; see `kda`.
 
   Args:
-    raw, initial_state, segment_ids, settings: checked by `kda`.
+    raw, initial_state, segment_ids, settings: checked by `kda`; `refusal` has
+      no reason but the device.
     interpret: run on any device: True, or `pltpu.InterpretParams`.
-
-  Raises:
-    NotImplementedError: `refusal` has a reason.
   """
-  reason = refusal(raw, settings)
-  if reason is not None:
-    raise NotImplementedError(f'{reason}; use implementation="xla".')
   parameters = jax.tree.map(lambda p: p.astype(jnp.float32), raw[5:])
   raw = kda_inputs.Raw(*raw[:5], *parameters)
   return _chunked((settings, interpret), raw, initial_state, segment_ids)
