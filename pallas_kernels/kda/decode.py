@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch
-from pallas_kernels.kda import api
+from pallas_kernels.kda import api, mosaic_tpu_decode
 from pallas_kernels.kda import inputs as kda_inputs
 
 
@@ -27,6 +27,7 @@ def decode_step(
   lower_bound: float | None = api.LOWEST_BOUND,
   scale: float | None = None,
   active: jax.Array | None = None,
+  slots: jax.Array | None = None,
   normalize_qk: bool = True,
   activate_gate: bool = True,
   activate_beta: bool = True,
@@ -43,31 +44,31 @@ def decode_step(
 
   Args:
     q, k: [B, H, K]; v: [B, HV, V]; gate: [B, HV, K]; beta: [B, HV].
-    state: [B, HV, K, V] float32.
+    state: [B, HV, K, V] float32; with `slots` a pool [N, HV, K, V] of them.
     a_log, dt_bias, lower_bound, scale, normalize_qk, activate_gate,
       activate_beta: as in `kda`; lower_bound=None is allowed.
     active: [B] bool; rows that are False keep their state bit for bit, yield
       zeros, and may hold anything. None: all rows are active.
-    implementation: 'xla' or None.
+    slots: [B] int32, where in the pool each row's state is; different numbers
+      below N. A negative number is padding: the row yields zeros and no state
+      is touched for it. Takes the place of `active`.
+    implementation: 'mosaic_tpu', 'xla' or None for the best on this device.
 
   Returns:
-    Output [B, HV, V] in the dtype of v, new state [B, HV, K, V].
+    Output [B, HV, V] in the dtype of v, and the new state or pool.
 
   Raises:
     ValueError, TypeError, NotImplementedError: as `kda`.
   """
   one = lambda x: x[:, None]
   raw = kda_inputs.Raw(*map(one, (q, k, v, gate, beta)), a_log, dt_bias)
-  api.check_arrays(raw, state, activate_gate)
+  api.check_arrays(raw, state if slots is None else None, activate_gate)
   api.check_bound(lower_bound)
-  if active is not None and (
-    active.shape != q.shape[:1] or active.dtype != jnp.bool_
-  ):
-    raise ValueError(
-      f'active is {active.dtype}{list(active.shape)}; it must be '
-      f'bool[{q.shape[0]}], one per row of the batch.'
-    )
-  dispatch.choose('kda.decode_step', implementation, [('xla', None)])
+  _check_rows(active, slots, (q.shape[0], state.shape, v.shape, k.shape))
+  reason = mosaic_tpu_decode.refusal(state)
+  name = dispatch.choose(
+    'kda.decode_step', implementation, [('mosaic_tpu', reason), ('xla', None)]
+  )
   settings = kda_inputs.Settings(
     lower_bound,
     q.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -75,6 +76,57 @@ def decode_step(
     activate_gate,
     activate_beta,
   )
+  if name == 'xla':
+    if slots is None:
+      return _step(raw, state, active, settings)
+    return _pool_step(raw, state, slots, settings)
+  if slots is None:
+    slots = jnp.arange(q.shape[0], dtype=jnp.int32)
+    slots = slots if active is None else jnp.where(active, slots, -1)
+  token = raw._replace(q=q, k=k, v=v, gate=gate, beta=beta)
+  return mosaic_tpu_decode.step(token, state, slots, settings)
+
+
+def _check_rows(active, slots, shapes):
+  """Raises ValueError for `active`, `slots` or a pool that do not fit."""
+  batch, pool, values, keys = shapes
+  if active is not None and slots is not None:
+    raise ValueError(
+      'active and slots are both given; mark padding by a negative slot.'
+    )
+  if active is not None and (
+    active.shape != (batch,) or active.dtype != jnp.bool_
+  ):
+    raise ValueError(
+      f'active is {active.dtype}{list(active.shape)}; it must be '
+      f'bool[{batch}], one per row of the batch.'
+    )
+  if slots is None:
+    return
+  if slots.shape != (batch,) or not jnp.issubdtype(slots.dtype, jnp.integer):
+    raise ValueError(
+      f'slots is {slots.dtype}{list(slots.shape)}; it must be int32[{batch}], '
+      'one per row of the batch.'
+    )
+  want = (values[1], keys[2], values[2])
+  if len(pool) != 4 or pool[1:] != want:
+    raise ValueError(
+      f'state has shape {pool}; with slots it must be [N, *{want}], [N, HV, '
+      'K, V].'
+    )
+
+
+def _pool_step(raw, pool, slots, settings):
+  """`_step` on the states at `slots`, put back where they came from."""
+  used = slots >= 0
+  out, new = _step(raw, pool[jnp.maximum(slots, 0)], used, settings)
+  # An index past the end is dropped; a negative one would count from the end.
+  to = jnp.where(used, slots, pool.shape[0])
+  return out, pool.at[to].set(new, mode='drop')
+
+
+def _step(raw: kda_inputs.Raw, state, active, settings):
+  """Output and state of one token a row, in plain JAX."""
   valid = None if active is None else active[:, None]
   x = kda_inputs.activate(raw, valid, settings)
   out, new_state = _update(
@@ -83,7 +135,7 @@ def decode_step(
   if active is not None:
     out = jnp.where(active[:, None, None], out, 0)
     new_state = jnp.where(active[:, None, None, None], new_state, state)
-  return out.astype(v.dtype), new_state
+  return out.astype(raw.v.dtype), new_state
 
 
 def _update(x: kda_inputs.Activated, state_bhkv: jax.Array, scale: float):
