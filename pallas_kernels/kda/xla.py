@@ -363,23 +363,23 @@ def _forward_group(state_bhkv, group: Group, parameters, settings):
   """State after the group, its output [B, L, H, V], and its inverses."""
   x = _activate(group.arrays, parameters, group.valid, settings)
   p = _prepare(x, group, None, settings)
-  after, (states_nbhkv, _, update_nbhcv) = _states(p.scan, state_bhkv)
-  wide, dtype = state_bhkv.dtype, update_nbhcv.dtype
+  after, (states_nbhkv, _, update_nbhsv) = _states(p.scan, state_bhkv)
+  wide, dtype = state_bhkv.dtype, update_nbhsv.dtype
   read_nbhck = (x.q * p.tiles.head_nbhck).astype(dtype)
   states_nbhkv = states_nbhkv.astype(dtype)
   attend_nbhcs = p.attend_nbhcs.astype(dtype)
   out = _dot('nbhck,nbhkv->nbhcv', read_nbhck, states_nbhkv, wide)
-  out += _dot('nbhcs,nbhsv->nbhcv', attend_nbhcs, update_nbhcv, wide)
+  out += _dot('nbhcs,nbhsv->nbhcv', attend_nbhcs, update_nbhsv, wide)
   out = _tokens(settings.scale * out)
   if group.valid is not None:
     out = jnp.where(group.valid[..., None, None], out, 0)
   return after, out.astype(group.arrays[2].dtype), p.scan.inverse
 
 
-def _backward_group(d_state_bhkv, group, kept, d_out, call):
+def _backward_group(d_state_bhkv, group: Group, kept, call):
   """Gradients of the state before the group, its arrays and parameters."""
   parameters, settings = call
-  entering_bhkv, inverse = kept
+  entering_bhkv, inverse, d_out = kept
   wide, dtype = d_state_bhkv.dtype, group.arrays[0].dtype
   x, pull = jax.vjp(
     lambda arrays, weights: _activate(arrays, weights, group.valid, settings),
@@ -552,9 +552,9 @@ def _chunked_backward(call, residuals, cotangents):
 
   def step(carry, xs):
     d_state, d_parameters = carry
-    group, kept, d_out = xs
+    group, kept = xs
     d_state, d_arrays, d_group = _backward_group(
-      d_state, group, kept, d_out, (raw[5:], settings)
+      d_state, group, kept, (raw[5:], settings)
     )
     d_parameters = jax.tree.map(jnp.add, d_parameters, d_group)
     return (d_state, d_parameters), d_arrays
@@ -564,7 +564,7 @@ def _chunked_backward(call, residuals, cotangents):
   (d_state, d_parameters), d_arrays = lax.scan(
     step,
     (d_state, zeros),
-    (groups, (entering, inverse), _grouped(d_out, plan)),
+    (groups, (entering, inverse, _grouped(d_out, plan))),
     reverse=True,
   )
   length = raw.q.shape[1]
