@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from trimoe_jax import sharding
+
 
 class Cache(struct.PyTreeNode):
   """All a continuation needs. `layers` is stacked like the parameters."""
@@ -36,6 +38,7 @@ class Span(struct.PyTreeNode):
 
   def write(self, cache_bsr: jax.Array, new_btr: jax.Array) -> jax.Array:
     """The cache with the new tokens at `start`."""
+    new_btr = sharding.constrain(new_btr, 'batch', None, None)
     return jax.lax.dynamic_update_slice_in_dim(
       cache_bsr, new_btr.astype(cache_bsr.dtype), self.start, 1
     )

@@ -240,15 +240,15 @@ def kda_cache(config: ModelConfig, batch: int) -> dict[str, jax.Array]:
   """The empty cache of one layer: a float32 state and three input tails."""
   c, dtype = config.kda, jnp.dtype(config.dtype)
   wide = jnp.promote_types(dtype, jnp.float32)
-  tail = lambda heads, dim: jnp.zeros(
-    (batch, c.conv_width - 1, heads, dim), dtype
-  )
-  return {
-    'state': jnp.zeros((batch, c.state_heads, c.key_dim, c.value_dim), wide),
-    'query_tail': tail(c.heads, c.key_dim),
-    'key_tail': tail(c.heads, c.key_dim),
-    'value_tail': tail(c.state_heads, c.value_dim),
+  tail = (batch, c.conv_width - 1)
+  state = (batch, c.state_heads, c.key_dim, c.value_dim)
+  cache = {
+    'state': jnp.zeros(state, wide),
+    'query_tail': jnp.zeros((*tail, c.heads, c.key_dim), dtype),
+    'key_tail': jnp.zeros((*tail, c.heads, c.key_dim), dtype),
+    'value_tail': jnp.zeros((*tail, c.state_heads, c.value_dim), dtype),
   }
+  return {k: sharding.constrain(x, *CACHE_AXES[k]) for k, x in cache.items()}
 
 
 class Kda(nn.Module):

@@ -8,6 +8,8 @@ K3 never rotates but still uses: the softmax scale is 1/sqrt(n + e).
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -162,32 +164,37 @@ def _absorbed(params, query_bthn, cache, config, span):
   score = (W_uk^T q) . latent + q_shared . shared; the value projection is
   applied once to the weighted latent.
   """
-  c = config.mla
-  wide = jnp.promote_types(query_bthn.dtype, jnp.float32)
-  up_rhn = params['kv_up'].astype(query_bthn.dtype)
-  key_rhn, value_rhv = up_rhn[..., : c.nope_dim], up_rhn[..., c.nope_dim :]
-  nope_bthn = query_bthn[..., : c.nope_dim]
-  shared_bthe = query_bthn[..., c.nope_dim :]
-  latent_bsr, shared_bse = cache['latent'], cache['shared']
-  query_bthr = jnp.einsum(
-    'bthn,rhn->bthr', nope_bthn, key_rhn, preferred_element_type=wide
-  ).astype(query_bthn.dtype)
-  score_bhts = jnp.einsum(
-    'bthr,bsr->bhts', query_bthr, latent_bsr, preferred_element_type=wide
-  ) + jnp.einsum(
-    'bthe,bse->bhts', shared_bthe, shared_bse, preferred_element_type=wide
+  up_rhn = sharding.use(
+    params['kv_up'], query_bthn.dtype, 'rank', 'heads', None
+  )
+  whole = ('batch', None, 'heads', None)
+  attend = sharding.local(
+    lambda *args: _attend_latents(*args, config=config),
+    inputs=(whole, (None, 'heads'), ('batch',), ('batch',)),
+    outputs=whole,
   )
   visible_bts = span.visible(query_bthn.shape[1])
+  out_bthv = attend(query_bthn, up_rhn, cache, visible_bts)
+  return sharding.constrain(out_bthv, *PER_HEAD)
+
+
+def _attend_latents(query_bthn, up_rhn, cache, visible_bts, *, config):
+  """Attention of one device's sequences and heads over the latents."""
+  c, dtype = config.mla, query_bthn.dtype
+  wide = jnp.promote_types(dtype, jnp.float32)
+  einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
+  latent_bsr, shared_bse = cache['latent'], cache['shared']
+  key_rhn, value_rhv = jnp.split(up_rhn, [c.nope_dim], -1)
+  nope_bthn, shared_bthe = jnp.split(query_bthn, [c.nope_dim], -1)
+  query_bthr = einsum('bthn,rhn->bthr', nope_bthn, key_rhn).astype(dtype)
+  score_bhts = einsum('bthr,bsr->bhts', query_bthr, latent_bsr)
+  score_bhts += einsum('bthe,bse->bhts', shared_bthe, shared_bse)
   score_bhts = jnp.where(
     visible_bts[:, None], score_bhts * c.query_dim**-0.5, -jnp.inf
   )
-  weight_bhts = jax.nn.softmax(score_bhts, -1).astype(query_bthn.dtype)
-  mixed_bthr = jnp.einsum(
-    'bhts,bsr->bthr', weight_bhts, latent_bsr, preferred_element_type=wide
-  ).astype(query_bthn.dtype)
-  return jnp.einsum(
-    'bthr,rhv->bthv', mixed_bthr, value_rhv, preferred_element_type=wide
-  )
+  weight_bhts = jax.nn.softmax(score_bhts, -1).astype(dtype)
+  mixed_bthr = einsum('bhts,bsr->bthr', weight_bhts, latent_bsr).astype(dtype)
+  return einsum('bthr,rhv->bthv', mixed_bthr, value_rhv)
 
 
 def mla_cache(
@@ -195,9 +202,12 @@ def mla_cache(
 ) -> dict[str, jax.Array]:
   """The empty cache of one layer: r + e numbers for each of `length` tokens."""
   c, dtype = config.mla, jnp.dtype(config.dtype)
+  widths = {'latent': c.kv_rank, 'shared': c.shared_dim}
   return {
-    'latent': jnp.zeros((batch, length, c.kv_rank), dtype),
-    'shared': jnp.zeros((batch, length, c.shared_dim), dtype),
+    name: sharding.constrain(
+      jnp.zeros((batch, length, width), dtype), *CACHE_AXES[name]
+    )
+    for name, width in widths.items()
   }
 
 
