@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trimoe_jax import sharding
 from trimoe_jax.model.cache import Cache
 from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState
@@ -49,7 +50,8 @@ def decode(
     logits_bta, cache = model.apply(
       {'params': params}, token_b[:, None], cache, router, method='extend'
     )
-    new_b = choose(logits_bta[:, 0], step).astype(jnp.int32)
+    logits_ba = sharding.constrain(logits_bta[:, 0], None, None)
+    new_b = choose(logits_ba, step).astype(jnp.int32)
     new_b = jnp.where(_stopped(token_b, stop_s), token_b, new_b)
     # The columns from `step` on, so that an early end leaves stop tokens.
     later_t = jnp.arange(max_tokens) >= step

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trimoe_jax import sharding
 from trimoe_jax.model.cache import Cache
 from trimoe_jax.model.model import Model, init_cache
 from trimoe_jax.model.router import RouterState
@@ -26,6 +27,8 @@ def prefill(
   piece: int | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Logits [B, a] after the last token, and the cache that holds the prompt.
+
+  The logits are whole on every device.
 
   Args:
     model, params, router: as for `Model.extend`.
@@ -50,26 +53,29 @@ def prefill(
     )
   if valid_bt is None:
     valid_bt = jnp.ones((batch, time), bool)
-  extend = lambda tokens_bt, cache, valid_bt, fresh: model.apply(
-    {'params': params},
-    tokens_bt,
-    cache,
-    router,
-    valid_bt,
-    fresh=fresh,
-    last=True,
-    method='extend',
-  )
+
+  def extend(tokens_bt, cache, valid_bt, *, fresh):
+    logits_bta, cache = model.apply(
+      {'params': params},
+      tokens_bt,
+      cache,
+      router,
+      valid_bt,
+      fresh=fresh,
+      last=True,
+      method='extend',
+    )
+    return sharding.constrain(logits_bta[:, 0], None, None), cache
+
   cache = init_cache(model.config, batch, length)
-  logits_bta, cache = extend(
-    tokens_bt[:, :piece], cache, valid_bt[:, :piece], True
+  logits_ba, cache = extend(
+    tokens_bt[:, :piece], cache, valid_bt[:, :piece], fresh=True
   )
-  logits_ba = logits_bta[:, -1]
   if time > piece:
 
     def step(carry, inputs):
-      logits_bta, cache = extend(inputs[0], carry[1], inputs[1], False)
-      return (logits_bta[:, -1], cache), None
+      tokens_bt, valid_bt = inputs
+      return extend(tokens_bt, carry[1], valid_bt, fresh=False), None
 
     rest = jax.tree.map(
       lambda x: x[:, piece:].reshape(batch, -1, piece).swapaxes(0, 1),

@@ -22,6 +22,7 @@ from trimoe_jax.sampling.prefill import prefill
 # multiple of it: few shapes, thus few compilations.
 SHORTEST = 16
 PIECE = 1024
+_STOPS = 4  # stop tokens are padded to a multiple of this, also none at all
 
 
 def choose(
@@ -92,14 +93,16 @@ def generate(
   if valid is None:
     valid = jnp.ones(tokens_bt.shape, bool)
   tokens_bt, valid_bt = _left_padded(tokens_bt, jnp.asarray(valid, bool))
-  stop = () if stop is None else stop
+  stop = [] if stop is None else np.atleast_1d(stop)
+  stop_s = np.full(max(1, -(-len(stop) // _STOPS)) * _STOPS, -1, np.int32)
+  stop_s[: len(stop)] = stop
   return _generate(
     model,
     (params, router),
     (tokens_bt, valid_bt),
     (key, jnp.float32(temperature), top_p),
     max_tokens=max_tokens,
-    stop_s=jnp.atleast_1d(jnp.asarray(stop, jnp.int32)),
+    stop_s=stop_s,
   )
 
 
