@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import inputs as kda_inputs
+from pallas_kernels.kda import mosaic_gpu_decode as decode_kernel
 from pallas_kernels.kda import mosaic_gpu_prep as prep
 from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
 
@@ -25,6 +26,15 @@ CHUNK = prep.CHUNK
 
 _SHORTEST_PIECE = 16  # chunks; below it the maps cost more than they save
 _WIDTHS = (64, 128)
+
+
+def _device_kind() -> str:
+  device = jax.devices()[0]
+  return device.device_kind if device.platform == 'gpu' else device.platform
+
+
+def _is_hopper(device_kind: str) -> bool:
+  return any(name in device_kind for name in ('H100', 'H200', 'H800', 'H20'))
 
 
 def refusal(q, k, v, gate, beta, *, lower_bound, device_kind=None):
@@ -35,10 +45,8 @@ def refusal(q, k, v, gate, beta, *, lower_bound, device_kind=None):
     lower_bound: of the log decay, or None.
     device_kind: as in `jax.Device.device_kind`; the default device if None.
   """
-  if device_kind is None:
-    device = jax.devices()[0]
-    device_kind = device.device_kind if device.platform == 'gpu' else 'cpu'
-  if not any(name in device_kind for name in ('H100', 'H200', 'GH200')):
+  device_kind = device_kind or _device_kind()
+  if not _is_hopper(device_kind):
     return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
   if lower_bound is None:
     return 'the Hopper kernels need a bounded gate (lower_bound=-5.0)'
@@ -251,3 +259,77 @@ def _piece_states(arrays: dict, initial, plan) -> jax.Array:
     state = moved + constant[:, :, p]
     states.append(state)
   return jnp.stack(states, axis=2)
+
+
+def decode_mosaic_gpu(
+  q,
+  k,
+  v,
+  gate,
+  beta,
+  state,
+  *,
+  a_log=None,
+  dt_bias=None,
+  lower_bound=-5.0,
+  scale=None,
+  active=None,
+  normalize_qk=True,
+  activate_gate=True,
+  activate_beta=True,
+):
+  """Output and new state of one token per batch row; see `kda.decode_step`.
+
+  Args:
+    q, k: [B, H, K], K 64 or 128; v: [B, HV, V], V 64 or 128; gate: [B, HV, K];
+      beta: [B, HV]; float32 or bfloat16.
+    state: [B, HV, K, V] float32.
+    active: [B] bool or None for all; other rows keep their state and yield 0.
+    a_log, dt_bias, lower_bound, scale, normalize_qk, activate_gate,
+      activate_beta: as in `kda_mosaic_gpu`.
+
+  Raises:
+    NotImplementedError: `decode_refusal` has a reason.
+  """
+  reason = decode_refusal(q, v, state, lower_bound=lower_bound)
+  if reason is not None:
+    raise NotImplementedError(f'{reason}; use implementation="xla".')
+  batch, heads = beta.shape
+  beta = beta.astype(jnp.float32)
+  if activate_beta:
+    beta = jax.nn.sigmoid(beta)
+  if active is None:
+    active = jnp.ones((batch,), bool)
+  affine_hck = _gate_affine((a_log, dt_bias), heads)
+  slope_bh = jnp.broadcast_to(affine_hck[:, 0, 0], beta.shape)
+  active_bh = jnp.broadcast_to(active[:, None], beta.shape)
+  beta = jnp.where(active_bh, beta, 0.0)
+  zero = jnp.zeros_like(beta)
+  scalars = [slope_bh, beta, active_bh.astype(jnp.float32), zero]
+  arrays = {'query': q, 'key': k, 'gate': gate, 'value': v, 'state': state}
+  arrays['shift'] = affine_hck[:, 1, : q.shape[2]]
+  arrays['scalars'] = jnp.stack(scalars, axis=-1)
+  options = decode_kernel.Options(
+    lower_bound=lower_bound,
+    scale=q.shape[2] ** -0.5 if scale is None else float(scale),
+    normalize_qk=normalize_qk,
+    activate_gate=activate_gate,
+  )
+  return decode_kernel.step(arrays, options)
+
+
+def decode_refusal(q, v, state, *, lower_bound, device_kind=None):
+  """Why `decode_mosaic_gpu` cannot run the arguments, or None."""
+  device_kind = device_kind or _device_kind()
+  if not _is_hopper(device_kind):
+    return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
+  if lower_bound is None:
+    return 'the Hopper kernels need a bounded gate (lower_bound=-5.0)'
+  if q.shape[2] not in _WIDTHS or v.shape[2] not in _WIDTHS:
+    return (
+      f'the Hopper kernels take widths {_WIDTHS}, not K={q.shape[2]}, '
+      f'V={v.shape[2]}'
+    )
+  if state.dtype != jnp.float32:
+    return f'the Hopper kernels keep a float32 state, this is {state.dtype}'
+  return None

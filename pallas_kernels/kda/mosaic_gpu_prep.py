@@ -148,25 +148,29 @@ class Tiles:
   flags: warp.Word | None  # [64]
 
 
-def _inverse_norms(place: Place, tile: warp.Word, vector: warp.Word, factor):
-  """factor / L2 norm of this warp's 16 rows: the diagonal of rows @ rows^T."""
-  near, far = warp.zeros(4), warp.zeros(4)
+def _inverse_norms(place: Place, tiles: Tiles, scale: float):
+  """scale / |q| and 1 / |k| of this warp's rows: diagonals of rows @ rows^T."""
+  named = (tiles.query, scale), (tiles.key, 1.0)
+  products = [[warp.zeros(4), warp.zeros(4)] for _ in named]
   for s in range(8):
     half = s // 4 * _HALF
-    a = warp.load_block(place.left(tile, place.block, s % 4), half)
-    b = warp.load_block(place.right(tile, place.block, s % 4), half)
-    near = warp.multiply(near, a, b[:2])
-    far = warp.multiply(far, a, b[2:])
+    for (tile, _), acc in zip(named, products):
+      a = warp.load_block(place.left(tile, place.block, s % 4), half)
+      b = warp.load_block(place.right(tile, place.block, s % 4), half)
+      acc[0] = warp.multiply(acc[0], a, b[:2])
+      acc[1] = warp.multiply(acc[1], a, b[2:])
   odd = warp.compare(warp.bit_and(place.row, 1), 'ne', 0)
   on_diagonal = warp.compare(
     warp.bit_and(place.lane, 3), 'eq', warp.shift_right(place.lane, 3)
   )
-  squares = warp.where(odd, near[1], near[0]), warp.where(odd, far[3], far[2])
   token = warp.add(warp.times(place.block, 16), place.row)
-  address = warp.add(vector, warp.shift_left(token, 2))
-  for offset, square in zip((0, 32), squares):
-    norm = warp.rsqrt(square + 1e-6) * factor
-    warp.store(address, offset, [norm], predicate=on_diagonal)
+  address = warp.add(tiles.norms, warp.shift_left(token, 2))
+  for i, ((_, factor), (near, far)) in enumerate(zip(named, products)):
+    squares = warp.where(odd, near[1], near[0]), warp.where(odd, far[3], far[2])
+    for half, square in enumerate(squares):
+      norm = warp.rsqrt(square + 1e-6) * factor
+      offset = 4 * CHUNK * i + 32 * half
+      warp.store(address, offset, [norm], predicate=on_diagonal)
 
 
 def _token_vector(place: Place, vector: warp.Word) -> list[warp.Word]:
@@ -666,9 +670,7 @@ def _emit(options: Options, tiles: Tiles, affine: ir.Value, outputs):
   if options.activate_gate:
     affine = _gate_affine(place, affine)
   if options.normalize_qk:
-    key_norms = warp.add(tiles.norms, 4 * CHUNK)
-    _inverse_norms(place, tiles.query, tiles.norms, options.scale)
-    _inverse_norms(place, tiles.key, key_norms, 1.0)
+    _inverse_norms(place, tiles, options.scale)
   decay = _cumulative_decay(place, tiles, affine, options)
   rows = [Rows(place, ref) for ref in outputs[:2]]
   factors = _scale_rows(place, tiles, decay, (*rows, outputs[2]), options)
@@ -720,30 +722,31 @@ def _chunk(options: Options, tiles_s, vectors_s, affine, outputs):
   prepare(tiles_s, vectors_s, affine, outputs)
 
 
-def _fetch_rows(place, outer, tiles_s, arrived):
-  """Starts the copies of a chunk's queries and keys."""
-  b, _, key_head, n = place
-  for name, first in (('q', _QUERY), ('k', _KEY)):
-    for half in range(2):
-      part = outer[name].at[
-        b, pl.ds(n * CHUNK, CHUNK), key_head, pl.ds(64 * half, 64)
-      ]
-      plgpu.copy_gmem_to_smem(part, tiles_s.at[first + half], arrived)
+def _sources(place, outer):
+  """(what a chunk reads, its tile)."""
+  b, head, key_head, n = place
+  tokens = pl.ds(n * CHUNK, CHUNK)
+  names = ('q', key_head, _QUERY), ('k', key_head, _KEY), ('gate', head, _GATE)
+  return [
+    (outer[name].at[b, tokens, h, pl.ds(64 * half, 64)], first + half)
+    for name, h, first in names
+    for half in range(2)
+  ]
 
 
-def _fetch_rest(options: Options, place, outer, scratch, arrived):
-  """Starts the copies of a chunk's gates and vectors."""
+def _fetch(options: Options, place, outer, scratch, barriers):
+  """Starts the copies of a chunk's inputs, queries and keys on barrier 0."""
   b, head, _, n = place
   tiles_s, vectors_s = scratch
   tokens = pl.ds(n * CHUNK, CHUNK)
-  for half in range(2):
-    part = outer['gate'].at[b, tokens, head, pl.ds(64 * half, 64)]
-    plgpu.copy_gmem_to_smem(part, tiles_s.at[_GATE + half], arrived)
+  for source, tile in _sources(place, outer):
+    arrived = barriers[tile >= _GATE]
+    plgpu.copy_gmem_to_smem(source, tiles_s.at[tile], arrived)
   beta = vectors_s.at[pl.ds(_BETA, CHUNK)]
-  plgpu.copy_gmem_to_smem(outer['beta'].at[b, head, tokens], beta, arrived)
+  plgpu.copy_gmem_to_smem(outer['beta'].at[b, head, tokens], beta, barriers[1])
   if options.masked:
     flags = vectors_s.at[pl.ds(_FLAGS, CHUNK)]
-    plgpu.copy_gmem_to_smem(outer['flags'].at[b, tokens], flags, arrived)
+    plgpu.copy_gmem_to_smem(outer['flags'].at[b, tokens], flags, barriers[1])
 
 
 def _apply_inverse(tiles_s, vectors_s):
@@ -825,8 +828,7 @@ def _body(options: Options, names, sizes, *refs):
     @pl.when(index < total)
     def _():
       place = locate(index)
-      _fetch_rows(place, outer, scratch[0], barriers[0])
-      _fetch_rest(options, place, outer, scratch, barriers[1])
+      _fetch(options, place, outer, scratch, barriers)
 
   def owned(zero):
     *scratch, rows, rest = [ref.at[role + zero] for ref in refs[len(names) :]]
@@ -840,8 +842,8 @@ def _body(options: Options, names, sizes, *refs):
     # A zero that the compiler cannot see: addresses computed before the loop
     # would have to wait in local memory, which is slower than computing them.
     scratch, barriers = owned(lax.shift_right_logical(i, 30))
-    following = lambda: fetch(index + workers, scratch, barriers)
-    places = locate(index), following
+    following = index + workers
+    places = locate(index), lambda: fetch(following, scratch, barriers)
     _one_chunk(options, places, outer, scratch, barriers)
 
   plgpu.wait_smem_to_gmem(0)

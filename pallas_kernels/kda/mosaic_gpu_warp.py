@@ -124,6 +124,11 @@ def compare(a: Word, relation: str, b: Word | int) -> ir.Value:
   return arith.cmpi(predicate, a, b if isinstance(b, ir.Value) else word(b))
 
 
+def greater(a: Real, b: float) -> ir.Value:
+  """a > b; False for NaN."""
+  return arith.cmpf(arith.CmpFPredicate.OGT, a.value, _real(b).value)
+
+
 def both(a: ir.Value, b: ir.Value) -> ir.Value:
   return arith.andi(a, b)
 
@@ -198,16 +203,36 @@ def load_real(address: Word, offset: int, count: int) -> list[Real]:
   return [Real(arith.bitcast(_f32(), w)) for w in load(address, offset, count)]
 
 
-def load_global(address: ir.Value, offset: int, count: int) -> list[Real]:
-  """`count` (2 or 4) consecutive float32 numbers that no kernel writes."""
+def _load_global(address: ir.Value, kind: str, count: int, of: ir.Type):
   names = ', '.join(f'${i}' for i in range(count))
-  loaded = utils.inline_ptx(
-    f'ld.global.nc.v{count}.f32 {{{names}}}, [${count}+{offset}];',
+  vector = '' if count == 1 else f'.v{count}'
+  return utils.inline_ptx(
+    f'ld.global{vector}.{kind} {{{names}}}, [${count}];',
     address,
-    result_types=[_f32()] * count,
+    result_types=[of] * count,
     has_side_effects=True,
   )
-  return [Real(x) for x in loaded]
+
+
+def load_global(address: ir.Value, offset: int, count: int) -> list[Real]:
+  """`count` (2 or 4) consecutive float32 numbers of global memory."""
+  address = arith.addi(address, mgpu.c(offset, address.type))
+  return [Real(x) for x in _load_global(address, 'f32', count, _f32())]
+
+
+def load_global_bfloat16(address: ir.Value, count: int) -> list[Real]:
+  """`count` (1 or 4) consecutive bfloat16 numbers of global memory."""
+  if count == 1:
+    i16 = ir.IntegerType.get_signless(16)
+    (x,) = _load_global(address, 'u16', 1, i16)
+    return [unpack(arith.extui(_i32(), x))[0]]
+  words = _load_global(address, 'b32', count // 2, _i32())
+  return [x for w in words for x in unpack(w)]
+
+
+def exchange(x: Real, distance: int) -> Real:
+  """The value of the lane whose number differs by one bit, `distance`."""
+  return Real(utils.shfl_bfly(x.value, distance))
 
 
 def _store(space: str, address: ir.Value, offset: int, values, predicate):
