@@ -36,7 +36,7 @@ def text_folder(tmp_path_factory):
   return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def small_config(text_folder):
   """Builds a TrainConfig of two short stages; keywords override its fields."""
 
