@@ -92,23 +92,17 @@ def kda(
     NotImplementedError: `implementation` cannot run these arguments here.
   """
   raw = kda_inputs.Raw(q, k, v, gate, beta, a_log, dt_bias)
-  check_arrays(raw, initial_state, activate_gate)
-  _check_segments(segment_ids, q.shape[:2])
-  check_bound(lower_bound)
-  if chunk_size < 16 or chunk_size % 16:
-    raise ValueError(
-      f'chunk_size={chunk_size} is not a positive multiple of 16; use 64.'
-    )
-  if save not in _SAVE:
-    raise ValueError(f'save={save!r} does not exist; choose one of {_SAVE}.')
-  settings = kda_inputs.Settings(
-    lower_bound,
-    q.shape[-1] ** -0.5 if scale is None else float(scale),
-    normalize_qk,
-    activate_gate,
-    activate_beta,
-    chunk_size,
-    save,
+  settings = _checked(
+    raw,
+    initial_state,
+    segment_ids,
+    lower_bound=lower_bound,
+    scale=scale,
+    normalize_qk=normalize_qk,
+    activate_gate=activate_gate,
+    activate_beta=activate_beta,
+    chunk_size=chunk_size,
+    save=save,
   )
   name = dispatch.choose('kda', implementation, _candidates(raw, settings))
   wide = kda_inputs.wide(q.dtype)
@@ -125,6 +119,30 @@ def kda(
   }[name]
   arguments = (raw, initial_state.astype(wide), segment_ids)
   return run(*kda_inputs.equally_varying(arguments), settings)
+
+
+def _checked(
+  raw: kda_inputs.Raw, initial_state, segment_ids, **options
+) -> kda_inputs.Settings:
+  """The static choices, once arrays and options are known to be allowed."""
+  options = {'scale': None, 'chunk_size': 64, 'save': 'inputs'} | options
+  flags = ('normalize_qk', 'activate_gate', 'activate_beta')
+  options = {'lower_bound': LOWEST_BOUND} | dict.fromkeys(flags, True) | options
+  settings = kda_inputs.Settings(**options)
+  check_arrays(raw, initial_state, settings.activate_gate)
+  _check_segments(segment_ids, raw.q.shape[:2])
+  check_bound(settings.lower_bound)
+  if settings.chunk_size < 16 or settings.chunk_size % 16:
+    raise ValueError(
+      f'chunk_size={settings.chunk_size} is not a positive multiple of 16; '
+      'use 64.'
+    )
+  if settings.save not in _SAVE:
+    raise ValueError(
+      f'save={settings.save!r} does not exist; choose one of {_SAVE}.'
+    )
+  scale = raw.q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
+  return settings._replace(scale=float(scale))
 
 
 def _candidates(
@@ -212,7 +230,16 @@ def _check_segments(segment_ids, shape: tuple[int, int]):
 
 
 def affine_summary(
-  k: jax.Array, v: jax.Array, gate: jax.Array, beta: jax.Array, **options
+  k: jax.Array,
+  v: jax.Array,
+  gate: jax.Array,
+  beta: jax.Array,
+  *,
+  a_log: jax.Array | None = None,
+  dt_bias: jax.Array | None = None,
+  segment_ids: jax.Array | None = None,
+  implementation: str | None = None,
+  **options,
 ) -> tuple[jax.Array, jax.Array]:
   """Transition and offset of a token range: S_out = transition S_in + offset.
 
@@ -222,8 +249,8 @@ def affine_summary(
   document begins the transition is 0.
 
   Args:
-    k, v, gate, beta: as for `kda`.
-    **options: keywords of `kda` but `initial_state` and `scale`.
+    k, v, gate, beta, a_log, dt_bias, segment_ids, implementation: as for `kda`.
+    **options: further keywords of `kda` but `initial_state` and `scale`.
 
   Returns:
     transition [B, HV, K, K] and offset [B, HV, K, V], dtype of a state.
@@ -231,14 +258,27 @@ def affine_summary(
   Raises:
     As `kda`.
   """
+  raw = kda_inputs.Raw(k, k, v, gate, beta, a_log, dt_bias)
+  settings = _checked(raw, None, segment_ids, **options)
+  name = dispatch.choose('kda', implementation, _candidates(raw, settings))
+  if name == 'mosaic_tpu' and k.shape[1]:
+    arguments = kda_inputs.equally_varying((raw, segment_ids))
+    return mosaic_tpu.affine_summary(*arguments, settings)
   key_dim, value_dim = k.shape[-1], v.shape[-1]
   padded = jnp.pad(v, [(0, 0)] * 3 + [(0, key_dim)])
-  zeros_bhkv = kda_inputs.zero_state(
-    kda_inputs.Raw(k, k, padded, gate, beta, None, None)
-  )
+  zeros_bhkv = kda_inputs.zero_state(raw._replace(v=padded))
   column = jnp.arange(value_dim + key_dim) - value_dim
   identity = (column == jnp.arange(key_dim)[:, None]).astype(zeros_bhkv.dtype)
   _, state = kda(
-    k, k, padded, gate, beta, initial_state=zeros_bhkv + identity, **options
+    *raw[:2],
+    padded,
+    gate,
+    beta,
+    a_log=a_log,
+    dt_bias=dt_bias,
+    segment_ids=segment_ids,
+    initial_state=zeros_bhkv + identity,
+    implementation=name,
+    **options,
   )
   return state[..., value_dim:], state[..., :value_dim]

@@ -164,9 +164,8 @@ def _state_in(state_bhkv, plan: Plan) -> jax.Array:
   return jnp.pad(state, pad)
 
 
-def _state_out(state_bhvk, raw: kda_inputs.Raw) -> jax.Array:
-  k, v = raw.q.shape[3], raw.v.shape[3]
-  return jnp.swapaxes(state_bhvk, 2, 3)[:, :, :k, :v]
+def _state_out(state_bhvk, key_dim: int, value_dim: int) -> jax.Array:
+  return jnp.swapaxes(state_bhvk, 2, 3)[:, :, :key_dim, :value_dim]
 
 
 def _unrows(x, like) -> jax.Array:
@@ -196,7 +195,11 @@ def _run_forward(call, raw, initial_state, segment_ids, outputs: Outputs):
   out = _unrows(rest.pop(0), raw.v) if outputs.out else None
   states = rest.pop(0) if outputs.states else None
   inverse = rest.pop(0) if outputs.inverse else None
-  return out, _state_out(final, raw), (states, inverse)
+  return (
+    out,
+    _state_out(final, raw.q.shape[3], raw.v.shape[3]),
+    (states, inverse),
+  )
 
 
 def _chunked_forward(call, raw, initial_state, segment_ids):
@@ -247,7 +250,62 @@ def _gradients(gradients, raw: kda_inputs.Raw, plan: Plan):
     d_beta.astype(raw.beta.dtype),
     None if raw.a_log is None else sums_2hk[1].sum(-1),
     None if raw.dt_bias is None else slope_h1 * sums_2hk[0],
-  ), _state_out(g.initial_state, raw)
+  ), _state_out(g.initial_state, key_dim, raw.v.shape[3])
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def affine_summary(
+  raw: kda_inputs.Raw,
+  segment_ids: jax.Array | None,
+  settings: kda_inputs.Settings,
+  interpret=False,
+) -> tuple[jax.Array, jax.Array]:
+  """Transition [B, HV, K, K] and offset [B, HV, K, V]; see `kda`'s summary.
+
+  raw.q takes no part; give k. Differentiable.
+  """
+  parameters = jax.tree.map(lambda p: p.astype(jnp.float32), raw[5:])
+  raw = kda_inputs.Raw(*raw[:5], *parameters)
+  return _affine_summary((settings, interpret), raw, segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _affine_summary(call, raw, segment_ids):
+  settings, interpret = call
+  plan = plan_of(raw, settings, segment_ids is not None)
+  (state,) = forward_kernel.forward(
+    operands_of(raw, segment_ids, plan),
+    None,
+    plan,
+    Outputs(out=False, affine=True),
+    interpret,
+  )
+  key_dim, value_dim = raw.k.shape[3], raw.v.shape[3]
+  transition = _state_out(state[:, :, plan.value_dim :], key_dim, key_dim)
+  offset = _state_out(state[:, :, : plan.value_dim], key_dim, value_dim)
+  return transition, offset
+
+
+def _affine_forward(call, raw, segment_ids):
+  return _affine_summary(call, raw, segment_ids), (raw, segment_ids)
+
+
+def _affine_backward(call, residuals, cotangents):
+  """By way of a sequence with values [v | 0] and the first state [0 | I]."""
+  raw, segment_ids = residuals
+  d_transition, d_offset = cotangents
+  key_dim, value_dim = raw.k.shape[3], raw.v.shape[3]
+  wide = raw._replace(v=jnp.pad(raw.v, [(0, 0)] * 3 + [(0, key_dim)]))
+  d_state = jnp.concatenate([d_offset, d_transition], 3)
+  identity = jnp.zeros_like(d_state).at[..., value_dim:].set(jnp.eye(key_dim))
+  d_raw, _, _ = _chunked_backward(
+    call,
+    (wide, identity, segment_ids, (None, None)),
+    (jnp.zeros_like(wide.v), d_state),
+  )
+  return d_raw._replace(v=d_raw.v[..., :value_dim]), None
+
+
+_affine_summary.defvjp(_affine_forward, _affine_backward)

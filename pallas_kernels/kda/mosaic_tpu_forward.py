@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -36,11 +37,17 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-  """Which results the forward kernel writes."""
+  """Which results the forward kernel writes.
+
+  affine: instead of a given state, carry offset and transition of the affine
+    map from the state before the sequence to the one after it, as a state of
+    V + K columns that starts as [0 | I] and meets the values [v | 0].
+  """
 
   out: bool = True
   states: bool = False
   inverse: bool = False
+  affine: bool = False
 
 
 def operand_specs(plan: Plan, operands: Operands, chunk_index) -> list:
@@ -146,19 +153,16 @@ def packed_betas(heads: list[Prepared], plan: Plan) -> jax.Array:
 
 def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
   refs = list(refs)
-  documents = 1 if plan.segmented else 0
-  inputs = Inputs(*refs[:6], refs[6] if documents else None)
-  initial_ref, *refs = refs[6 + documents :]
-  state_ref = refs.pop()
-  final_ref = refs.pop(0)
-  out_ref = refs.pop(0) if outputs.out else None
-  states_ref = refs.pop(0) if outputs.states else None
-  inverse_ref = refs.pop(0) if outputs.inverse else None
+  take = lambda wanted: refs.pop(0) if wanted else None
+  inputs = Inputs(*(take(True) for _ in range(6)), take(plan.segmented))
+  initial_ref, final_ref = take(not outputs.affine), take(True)
+  out_ref, states_ref = take(outputs.out), take(outputs.states)
+  inverse_ref, state_ref = take(outputs.inverse), take(True)
   step = pl.program_id(2)
 
   @pl.when(step == 0)
   def _():
-    state_ref[...] = initial_ref[0]
+    state_ref[...] = _identity(plan) if outputs.affine else initial_ref[0]
 
   masks = tiles_lib.masks(
     inputs.documents[0, 0] if plan.segmented else None, plan
@@ -177,17 +181,22 @@ def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
       low_state = bfloat16(state_ref[h])
       if states_ref is not None:
         states_ref[0, 0, h] = low_state
-      t = prepared[h].tiles
-      both = jnp.concatenate([t.erase_ck, t.read_ck], 0)
-      seen = dot(both, low_state, (1, 1))
+      p = prepared[h]
+      read = [p.tiles.read_ck] if outputs.out else []
+      left = jnp.concatenate([p.tiles.erase_ck, *read], 0)
+      seen = dot(left, low_state, (1, 1))
       v_cv = inputs.v[0, :, plan.values(h)].astype(jnp.float32)
       v_cv = tiles_lib.keep(v_cv, masks.valid_c1)
-      errors.append(bfloat16(prepared[h].beta_c1 * (v_cv - seen[: plan.chunk])))
+      if outputs.affine:
+        zeros_ck = jnp.zeros((plan.chunk, plan.key_dim), jnp.float32)
+        v_cv = jnp.concatenate([v_cv, zeros_ck], 1)
+      errors.append(bfloat16(p.beta_c1 * (v_cv - seen[: plan.chunk])))
       reads.append(seen[plan.chunk :])
     update = bfloat16(
       dot(inverses[pack], tiles_lib.block_diagonal(errors, plan))
     )
-    parts = [update[:, plan.values(i)] for i in range(len(heads))]
+    width = errors[0].shape[1]
+    parts = [update[:, i * width :][:, :width] for i in range(len(heads))]
     if out_ref is not None:
       seen = dot(attend[pack], tiles_lib.block_diagonal(parts, plan))
       out = jnp.concatenate(reads, 1) + seen
@@ -205,10 +214,19 @@ def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
     final_ref[0] = state_ref[...]
 
 
+def _identity(plan: Plan) -> jax.Array:
+  """[0 | I] of every head, transposed: [heads, V + K, K]."""
+  shape = (plan.heads, plan.value_dim + plan.key_dim, plan.key_dim)
+  row, column = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (1, 2))
+  return jnp.where(row - plan.value_dim == column, 1.0, 0.0)
+
+
 def forward(
   operands: Operands, initial_bhvk, plan: Plan, outputs: Outputs, interpret
 ) -> list[jax.Array]:
   """Final state [B, HV, V, K], then the results that `outputs` names.
+
+  The state is [B, HV, V + K, K] and `initial_bhvk` None with outputs.affine.
 
   out [B, T, HV V]; states [B, N, HV, V, K] bfloat16, which entered each chunk;
   inverse [B, N, HV / pack, C, 128] bfloat16.
@@ -216,10 +234,12 @@ def forward(
   batch, groups, length = operands.beta.shape[:3]
   chunks = length // plan.chunk
   heads, v, k = plan.heads, plan.value_dim, plan.key_dim
+  rows = v + k if outputs.affine else v
   vary = jax.typeof(operands.q).manual_axis_type
   shape = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=vary)
-  state_spec = pl.BlockSpec((1, heads, v, k), lambda b, h, n: (b, h, 0, 0))
-  specs, shapes = [state_spec], [shape(initial_bhvk.shape, jnp.float32)]
+  state_spec = pl.BlockSpec((1, heads, rows, k), lambda b, h, n: (b, h, 0, 0))
+  specs = [state_spec]
+  shapes = [shape((batch, groups * heads, rows, k), jnp.float32)]
   if outputs.out:
     specs.append(
       pl.BlockSpec((1, plan.chunk, heads * v), lambda b, h, n: (b, n, h))
@@ -238,18 +258,22 @@ def forward(
         (batch, chunks, groups * plan.packs, plan.chunk, LANES), jnp.bfloat16
       )
     )
+  in_specs = operand_specs(plan, operands, lambda n: n)
   given = [x for x in operands if x is not None]
+  if not outputs.affine:
+    in_specs.append(state_spec)
+    given.append(initial_bhvk)
   return pl.pallas_call(
     functools.partial(_forward_kernel, plan=plan, outputs=outputs),
     grid=(batch, groups, chunks),
-    in_specs=[*operand_specs(plan, operands, lambda n: n), state_spec],
+    in_specs=in_specs,
     out_specs=specs,
     out_shape=shapes,
-    scratch_shapes=[pltpu.VMEM((heads, v, k), jnp.float32)],
+    scratch_shapes=[pltpu.VMEM((heads, rows, k), jnp.float32)],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary'),
       vmem_limit_bytes=VMEM_LIMIT,
     ),
     interpret=interpret,
-    name='kda_forward',
-  )(*given, initial_bhvk)
+    name='kda_affine' if outputs.affine else 'kda_forward',
+  )(*given)
