@@ -19,38 +19,32 @@ from trimoe_jax.config import (
 
 def get_config(variant: str = ''):
   refuse_variant(variant)
+  heads = dict(heads=2, value_dim=32)
   return as_config_dict(
     TrainConfig(
       name='tiny',
       model=ModelConfig(
         vocab_size=264,
         width=96,
-        layers=5,
-        mla_layers=(4, 5),
+        layers=4,
+        mla_layers=(4,),
         dense_hidden=384,
-        residual_block=2,
+        residual_block=1,
         init_std=0.06,
         dtype='float32',
-        kda=KdaConfig(heads=2, key_dim=32, value_dim=32, gate_rank=32),
+        kda=KdaConfig(key_dim=32, gate_rank=32, **heads),
         mla=MlaConfig(
-          heads=2,
-          query_rank=32,
-          kv_rank=16,
-          nope_dim=32,
-          shared_dim=16,
-          value_dim=32,
+          query_rank=32, kv_rank=16, nope_dim=32, shared_dim=16, **heads
         ),
-        moe=MoeConfig(
-          experts=16, top_k=2, shared_experts=1, hidden=64, latent=48
-        ),
+        moe=MoeConfig(experts=16, top_k=2, hidden=64, latent=48),
       ),
       stages=(
-        StageConfig(context=128, batch=64, tokens=1_200_000),
+        StageConfig(context=128, batch=64, tokens=1_000_000),
         StageConfig(context=1024, batch=8, tokens=400_000),
         StageConfig(context=4096, batch=2, tokens=250_000),
-        StageConfig(context=16384, batch=1, tokens=160_000, long_repeats=2),
+        StageConfig(context=16384, batch=1, tokens=200_000, long_repeats=2),
       ),
       optim=OptimConfig(lr=1e-2, adam_lr=5e-3),
-      eval=EvalConfig(batches=4, batch_tokens=16384, needles=10),
+      eval=EvalConfig(batches=3, batch_tokens=16384, needles=10),
     )
   )

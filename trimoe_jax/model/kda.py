@@ -142,6 +142,7 @@ def _recur(tokens, inputs, state_bhkv, config: ModelConfig):
       initial_state=state_bhkv,
       segment_ids=segment_ids,
       chunk_size=config.kda.chunk_size,
+      save='state',  # one state for several chunks, spares a second state pass
       implementation=config.kda.implementation,
     )
   active_b = None if segment_ids is None else segment_ids[:, 0] > 0
