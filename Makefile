@@ -1,28 +1,31 @@
-# Each target makes .venv itself when it is missing or out of date.
+# Every target makes .venv itself when it is missing or out of date.
 PYTHON ?= $(shell for p in python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; \
 	then echo $$p; break; fi; done)
 RUN = .venv/bin/python
 WORKDIR ?= runs/demo
+# Without an accelerator JAX need not look for one (libtpu complains at length).
+PLATFORM := $(if $(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia[0-9]*),,\
+	JAX_PLATFORMS=cpu)
 
 .PHONY: demo test test-slow lint bench clean
 
 demo: .venv/ready
-	$(RUN) -m experiments.train --config=experiments/configs/tiny.py \
-	  --workdir=$(WORKDIR)
+	$(PLATFORM) $(RUN) -m experiments.train \
+	  --config=experiments/configs/tiny.py --workdir=$(WORKDIR)
 
-test: .venv/ready
-	$(RUN) -m pytest
+test: .venv/dev
+	$(RUN) -m pytest -n 2 --dist loadfile
 
-test-slow: .venv/ready
+test-slow: .venv/dev
 	$(RUN) -m pytest -m slow
 
-lint: .venv/ready
+lint: .venv/dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
 bench: .venv/ready
-	$(RUN) -m experiments.bench
+	$(PLATFORM) $(RUN) -m experiments.bench
 
 .venv/ready: setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo 'TriMoE needs Python 3.12 or newer and found \
@@ -30,6 +33,10 @@ bench: .venv/ready
 	one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12'; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --constraint constraints.txt -e .
+	@touch $@
+
+.venv/dev: .venv/ready
 	$(RUN) -m pip install --quiet --constraint constraints.txt -e '.[dev]'
 	@touch $@
 
