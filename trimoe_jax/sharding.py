@@ -154,6 +154,19 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   return jax.sharding.reshard(x, spec(names, x.shape))
 
 
+def merge_leading(x: jax.Array) -> jax.Array:
+  """[m, n, ...] as [m * n, ...]; the other axes keep their layout.
+
+  Said explicitly, because a reshape that also sees axes of length 1 cannot
+  tell which of them is which.
+  """
+  shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+  if not mesh_is_set():
+    return x.reshape(shape)
+  kept = jax.typeof(x).sharding.spec[2:]
+  return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(None, *kept))
+
+
 def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
   """Zeros of a traced shape, laid out like it."""
   x = jnp.zeros(like.shape, like.dtype)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.model import layout, residual
 from trimoe_jax.model.cache import Span
@@ -233,7 +234,7 @@ def moe_rows(states: RouterState, count: int) -> RouterState:
 
 def unstack(aux: Aux) -> Aux:
   """[count, layers, ...] reports of a scan as [count * layers, ...]."""
-  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
+  return jax.tree.map(sharding.merge_leading, aux)
 
 
 def join(reports: Sequence[Aux]) -> Aux:
