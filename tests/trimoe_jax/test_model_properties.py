@@ -124,13 +124,9 @@ def test_images_are_refused():
 
 
 def gradients(remat):
-  """Loss, routed loads and gradients of three equal blocks of two layers."""
+  """Loss, routed loads and gradients of three equal residual blocks."""
   config = small_config(
-    layers=6,
-    mla_layers=(1, 2, 3, 4, 5, 6),
-    dense_layers=0,
-    residual_block=2,
-    remat=remat,
+    layers=3, mla_layers=(1, 2, 3), dense_layers=0, remat=remat
   )
   params, state = random_weights(config)
   ids = random_tokens((2, 12))
