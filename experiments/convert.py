@@ -67,5 +67,5 @@ def main(argv):
 
 if __name__ == '__main__':
   flags.mark_flags_as_required(['from', 'to'])
-  logging.set_verbosity(logging.WARNING)
+  logging.set_verbosity(logging.ERROR)
   app.run(main)

@@ -97,5 +97,5 @@ def main(argv):
 
 if __name__ == '__main__':
   flags.mark_flag_as_required('prompt')
-  logging.set_verbosity(logging.WARNING)
+  logging.set_verbosity(logging.ERROR)
   app.run(main)

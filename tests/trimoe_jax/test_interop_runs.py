@@ -101,9 +101,10 @@ def test_the_verbs_convert_and_sample(trained, tmp_path):
   source, target = str(trained[0].workdir), str(tmp_path / 'released')
   done = verb('convert', f'--from={source}', f'--to={target}')
   assert done.returncode == 0, done.stderr
+  assert hf.load(target).config.width == 24
   sampled = verb(
     'sample',
-    f'--checkpoint={target}',
+    f'--workdir={source}',
     '--prompt=1 times ',
     '--prompt=12 times 3 is ',
     '--max_tokens=8',

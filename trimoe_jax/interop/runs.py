@@ -40,9 +40,8 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Checkpoint:
   with Checkpointer(folder, read_only=True) as checkpointer:
     state = checkpointer.restore(abstract, step).state
   # Off the mesh, so that it can be used without one in context.
-  params, biases = jax.device_put(
-    (state.params, state.router), jax.devices()[0]
-  )
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  params, biases = jax.device_put((state.params, state.router), one)
   return Checkpoint(config.model, params, biases)
 
 
