@@ -352,7 +352,7 @@ def _backward_kernel(*refs, plan: Plan, has_inverse: bool):
     inputs.documents[0, 0] if plan.segmented else None, plan
   )
   sums = _sum_matrices(masks, plan)
-  beta_ch = forward_kernel.betas(inputs, plan)
+  beta_ch = forward_kernel.betas(inputs, masks, plan)
   static = masks, plan, True
   prepared = [
     forward_kernel.prepare(inputs, beta_ch, h, static)

@@ -96,10 +96,12 @@ class Prepared(NamedTuple):
   beta_c1: jax.Array
 
 
-def betas(inputs: Inputs, plan: Plan) -> jax.Array:
+def betas(inputs: Inputs, masks, plan: Plan) -> jax.Array:
   """[C, heads] in float32."""
   beta_ch = inputs.beta[0, 0].astype(jnp.float32)
-  return tiles_lib.sigmoid(beta_ch) if plan.activate_beta else beta_ch
+  if plan.activate_beta:
+    beta_ch = tiles_lib.sigmoid(beta_ch)
+  return tiles_lib.keep(beta_ch, masks.valid_c1)
 
 
 def prepare(inputs: Inputs, beta_ch, head: int, static) -> Prepared:
@@ -167,7 +169,7 @@ def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
   masks = tiles_lib.masks(
     inputs.documents[0, 0] if plan.segmented else None, plan
   )
-  beta_ch = betas(inputs, plan)
+  beta_ch = betas(inputs, masks, plan)
   static = masks, plan, False
   prepared = [prepare(inputs, beta_ch, h, static) for h in range(plan.heads)]
   attend, _, system = systems(prepared, masks, plan)

@@ -77,7 +77,7 @@ class Masks(NamedTuple):
 
   attend_cs: jax.Array  # row may read column, itself included
   strict_cs: jax.Array  # the same without the diagonal
-  same_cs: jax.Array | None  # row and column share a document
+  same_cs: jax.Array | None  # of one document; padding is of that before it
   valid_c1: jax.Array | None
   entering_c1: jax.Array | None  # row is in the document that enters
   leaving_c1: jax.Array | None  # row is in the document that leaves
@@ -150,10 +150,11 @@ def masks(documents_2s, plan: Plan) -> Masks:
   document_1s, valid_1s = documents_2s[0:1], documents_2s[1:2]
   document_c1, valid_c1 = column(document_1s), column(valid_1s) > 0
   last_11 = document_1s[:, plan.chunk - 1 : plan.chunk]
-  same_cs = (document_c1 == document_1s) & (valid_1s > 0) & valid_c1
+  same_cs = document_c1 == document_1s
+  pair_cs = same_cs & (valid_1s > 0) & valid_c1
   return Masks(
-    _mask(attend_cs & same_cs),
-    _mask(strict_cs & same_cs),
+    _mask(attend_cs & pair_cs),
+    _mask(strict_cs & pair_cs),
     _mask(same_cs),
     _mask(valid_c1),
     _mask((document_c1 == 0) & valid_c1),
@@ -194,18 +195,22 @@ def split(x) -> tuple[jax.Array, jax.Array]:
   return high, bfloat16(x - high.astype(jnp.float32))
 
 
-def _sub_block_sums(decay_ck, plan: Plan) -> jax.Array:
-  """Sums from the start of each row's sub-block, the row included."""
+def _sub_block_sums(decay_ck, masks: Masks, plan: Plan) -> jax.Array:
+  """Sums from the start of each row's sub-block or document, row included."""
   shape = (plan.chunk, 2 * plan.chunk)
   row, column = _iota(shape, 0), _iota(shape, 1) % plan.chunk
   inside = (row >= column) & (row // SUB == column // SUB)
+  if masks.same_cs is not None:
+    # A document's numbers do not depend on others then, to the last bit.
+    copies = shape[1] // LANES
+    inside &= jnp.concatenate([masks.same_cs] * copies, 1) != 0
   ones = bfloat16(jnp.where(inside, 1.0, 0.0))
   return dot(ones, jnp.concatenate(split(decay_ck), 0))
 
 
 def tiles(q_ck, k_ck, decay_ck, masks: Masks, plan: Plan) -> Tiles:
   """Decayed operands; every exponent is within 8 |bound| nats of zero."""
-  sums_ck = _sub_block_sums(decay_ck, plan)
+  sums_ck = _sub_block_sums(decay_ck, masks, plan)
   start_1k = jnp.full((1, plan.key_dim), 2.0**-plan.offset, jnp.float32)
   left, right, read, erase, running = [], [], [], [], None
   left_scale, right_scale, decays, starts = [], [], [], []

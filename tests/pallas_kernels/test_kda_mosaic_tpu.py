@@ -1,0 +1,242 @@
+"""The TPU kernels of KDA on a CPU: numbers, isolation, saving policies."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import testing
+from pallas_kernels.kda import arg_specs, kda, mosaic_tpu
+from pallas_kernels.kda import inputs as kda_inputs
+
+# One shape of heads of one width; one with packed documents and padding, a
+# partial last chunk, grouped value heads, and widths that are no lane tile.
+PLAIN = arg_specs.ArgSpec('plain', 1, 128, 2, 2, 128, 128)
+PACKED = arg_specs.ArgSpec('packed', 1, 150, 1, 2, 64, 256, 4)
+WIDE = arg_specs.ArgSpec('wide', 1, 100, 1, 1, 256, 64, 3)
+LONE = arg_specs.ArgSpec('lone', 2, 17, 1, 3, 128, 128)
+
+
+@functools.partial(jax.jit, static_argnames=('chunk_size', 'save', 'active'))
+def evaluate(arguments, cotangents, chunk_size=64, save='inputs', active=True):
+  """As `arg_specs.outputs_and_gradients`, by the interpreted TPU kernels."""
+  arguments = dict(arguments)
+  ids = arguments.pop('segment_ids', None)
+
+  def run(x):
+    x = dict(x)
+    state = x.pop('initial_state')
+    raw = kda_inputs.Raw(**{'a_log': None, 'dt_bias': None} | x)
+    settings = kda_inputs.Settings(
+      -5.0, raw.q.shape[3] ** -0.5, active, active, active, chunk_size, save
+    )
+    return mosaic_tpu.chunked(raw, state, ids, settings, interpret=True)
+
+  (out, state), pull = jax.vjp(run, arguments)
+  gradients = pull((cotangents[0].astype(out.dtype), cotangents[1]))[0]
+  return {'out': out, 'final_state': state} | gradients
+
+
+@functools.cache
+def reference(spec, gates):
+  """Float64 outputs and gradients on the same bfloat16 inputs."""
+  wide = lambda x: (
+    x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+  )
+  with jax.enable_x64(True):
+    given = jax.tree.map(wide, (spec.arguments(gates), spec.cotangents()))
+    run = jax.jit(
+      functools.partial(
+        arg_specs.outputs_and_gradients, implementation='reference'
+      )
+    )
+    return jax.tree.map(np.asarray, run(*given))
+
+
+# As for the chunked form: keys alike, beta near 1, hardly any decay.
+CORNER = dict.fromkeys(('q', 'k', 'v', 'initial_state'), 1.2e-2)
+CORNER |= {'final_state': 8e-3, 'beta': 2e-2}
+
+
+def check(spec, gates, chunk_size=64, save='inputs'):
+  arguments = spec.arguments(gates)
+  got = evaluate(arguments, spec.cotangents(), chunk_size, save)
+  want = reference(spec, gates)
+  z = np.asarray(arguments['gate'], np.float64) + arguments['dt_bias']
+  scale = np.abs(want['gate'] * z).sum((0, 1, 3))
+  a_log = np.abs(np.asarray(got['a_log']) - want['a_log'])
+  assert (a_log <= 1e-2 * np.abs(want['a_log']) + 1e-3 * scale).all()
+  corner = CORNER if gates == 'correlated' else {}
+  for name in set(got) - {'a_log'}:
+    limit = corner.get(name, testing.TOLERANCES['kda', name, 'bfloat16'])
+    error = testing.relative_rms(got[name], want[name])
+    assert error <= limit, f'{name}: {error:.2e}, allowed {limit:.1e}'
+
+
+@pytest.mark.parametrize('gates', arg_specs.GATES)
+def test_numbers(gates):
+  check(PLAIN, gates)
+
+
+def test_packed_numbers():
+  check(PACKED, 'mixed')
+
+
+SLOW = [
+  (spec, gates, chunk_size, save)
+  for spec in (PACKED, WIDE, LONE)
+  for gates in ('mixed', 'slow', 'saturated')
+  for chunk_size, save in ((64, 'state'), (128, 'state_and_t'))
+]
+SLOW += [(PLAIN, gates, 128, 'inputs') for gates in arg_specs.GATES[:3]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('spec,gates,chunk_size,save', SLOW)
+def test_more_numbers(spec, gates, chunk_size, save):
+  check(spec, gates, chunk_size, save)
+
+
+@pytest.mark.parametrize('exponent', [-13, -30])
+def test_gradients_scale_with_the_loss(exponent):
+  """Small upstream gradients are not flushed to zero by saturated gates."""
+  arguments, cotangents = PLAIN.arguments('saturated'), PLAIN.cotangents()
+  want = evaluate(arguments, cotangents)
+  low = jax.tree.map(lambda x: x * 2.0**exponent, cotangents)
+  got = evaluate(arguments, low)
+  for name in set(want) - {'out', 'final_state'}:
+    rescaled = np.asarray(got[name], np.float64) * 2.0**-exponent
+    assert testing.relative_rms(rescaled, want[name]) <= 1e-3, name
+
+
+def changed_after(arguments, time):
+  """Every token from `time` on is another one."""
+  other = PACKED.arguments('slow', seed=5)
+  tokens = ('q', 'k', 'v', 'gate', 'beta')
+  keep = lambda x, y: jnp.concatenate([x[:, :time], y[:, time:]], 1)
+  return arguments | {n: keep(arguments[n], other[n]) for n in tokens}
+
+
+def test_causality_is_bitwise():
+  arguments, cotangents = PACKED.arguments(), PACKED.cotangents()
+  want = np.asarray(evaluate(arguments, cotangents)['out'], np.float32)
+  again = np.asarray(evaluate(arguments, cotangents)['out'], np.float32)
+  np.testing.assert_array_equal(again, want)
+  for time in (1, 70, 129):
+    got = evaluate(changed_after(arguments, time), cotangents)['out']
+    got = np.asarray(got, np.float32)
+    np.testing.assert_array_equal(got[:, :time], want[:, :time])
+    assert not np.array_equal(got[:, time:], want[:, time:])
+
+
+def test_padding_may_hold_anything():
+  """NaN in padding reaches no output, no state and no gradient, bitwise."""
+  arguments, cotangents = PACKED.arguments(), PACKED.cotangents()
+  padding = arguments['segment_ids'] == 0
+  assert padding.any()
+
+  def poisoned(x):
+    return jnp.where(
+      padding.reshape(padding.shape + (1,) * (x.ndim - 2)), jnp.nan, x
+    )
+
+  bad = arguments | {
+    n: poisoned(arguments[n]) for n in ('q', 'k', 'v', 'gate', 'beta')
+  }
+  want = evaluate(arguments, cotangents)
+  got = evaluate(bad, (poisoned(cotangents[0]), cotangents[1]))
+  for name in want:
+    x, y = np.asarray(got[name]), np.asarray(want[name])
+    np.testing.assert_array_equal(x, y, err_msg=name)
+    if name in ('out', 'q', 'k', 'v', 'gate', 'beta'):
+      assert not x[np.asarray(padding)].any(), name
+
+
+def test_documents_are_isolated():
+  """Other tokens in the second document leave the first and third alone."""
+  arguments, cotangents = PACKED.arguments(), PACKED.cotangents()
+  ids = jnp.asarray(np.repeat([1, 2, 3], [70, 30, 50])[None], jnp.int32)
+  arguments['segment_ids'] = ids
+  want = evaluate(arguments, cotangents)
+  start = changed_after(arguments, 70)
+  middle = lambda x, y: jnp.concatenate([x[:, :100], y[:, 100:]], 1)
+  tokens = ('q', 'k', 'v', 'gate', 'beta')
+  other = arguments | {n: middle(start[n], arguments[n]) for n in tokens}
+  got = evaluate(other, cotangents)
+  rest = np.asarray(ids[0] != 2)
+  for name in ('out', 'q', 'k', 'v', 'gate', 'beta'):
+    x, y = np.asarray(got[name])[:, rest], np.asarray(want[name])[:, rest]
+    np.testing.assert_array_equal(x, y, err_msg=name)
+  np.testing.assert_array_equal(got['final_state'], want['final_state'])
+  np.testing.assert_array_equal(got['initial_state'], want['initial_state'])
+
+
+def test_a_sequence_of_padding_passes_the_state_on():
+  arguments, cotangents = PACKED.arguments(), PACKED.cotangents()
+  arguments['segment_ids'] = jnp.zeros_like(arguments['segment_ids'])
+  got = evaluate(arguments, cotangents)
+  np.testing.assert_array_equal(got['final_state'], arguments['initial_state'])
+  np.testing.assert_array_equal(got['initial_state'], cotangents[1])
+  assert not np.asarray(got['out'], np.float32).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('spec', [PLAIN, PACKED])
+def test_saving_policies_agree_bitwise(spec):
+  """P, T and U computed again are those of the forward kernel."""
+  arguments, cotangents = spec.arguments(), spec.cotangents()
+  want = evaluate(arguments, cotangents, save='state_and_t')
+  for save in ('inputs', 'state'):
+    got = evaluate(arguments, cotangents, save=save)
+    for name in want:
+      np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_activated_inputs():
+  """Log decays of -5 everywhere, and no activation at all."""
+  arguments, cotangents = PLAIN.arguments(), PLAIN.cotangents()
+  unit = lambda x: kda_inputs.l2_normalize(x.astype(jnp.float32))
+  arguments = {
+    'q': unit(arguments['q']).astype(jnp.bfloat16),
+    'k': unit(arguments['k']).astype(jnp.bfloat16),
+    'v': arguments['v'],
+    'gate': jnp.full_like(arguments['gate'], -5.0),
+    'beta': jax.nn.sigmoid(arguments['beta']),
+    'initial_state': arguments['initial_state'],
+  }
+  got = evaluate(arguments, cotangents, active=False)
+  with jax.enable_x64(True):
+    wide = jax.tree.map(
+      lambda x: x.astype(jnp.float64), (arguments, cotangents)
+    )
+    off = dict(normalize_qk=False, activate_gate=False, activate_beta=False)
+    want = arg_specs.outputs_and_gradients(
+      *wide, implementation='reference', **off
+    )
+  for name in want:
+    assert testing.relative_rms(got[name], want[name]) <= 5e-3, name
+
+
+def test_affine_summary_folds_into_the_final_state():
+  arguments = PACKED.arguments('slow')
+  del arguments['segment_ids']
+  state = arguments.pop('initial_state')
+  raw = kda_inputs.Raw(**arguments)
+  settings = kda_inputs.Settings(-5.0, 1.0, True, True, True)
+  transition, offset = jax.jit(
+    lambda raw: mosaic_tpu.affine_summary(raw, None, settings, interpret=True)
+  )(raw._replace(q=raw.k))
+  folded = offset + jnp.einsum('bhkl,bhlv->bhkv', transition, state)
+  _, want = kda(
+    **arguments, initial_state=state, chunk_size=64, implementation='xla'
+  )
+  assert testing.relative_rms(folded, want) <= 5e-3
+
+
+def test_refusals_say_why():
+  arguments = PLAIN.arguments()
+  with pytest.raises(NotImplementedError, match='cannot run on cpu.*a TPU'):
+    kda(**arguments, implementation='mosaic_tpu')
