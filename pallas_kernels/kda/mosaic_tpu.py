@@ -177,11 +177,11 @@ def _unrows(x, like) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(call, raw, initial_state, segment_ids):
-  out, state, _ = _run_forward(call, raw, initial_state, segment_ids, Outputs())
+  out, state, _ = run_forward(call, raw, initial_state, segment_ids, Outputs())
   return out, state
 
 
-def _run_forward(call, raw, initial_state, segment_ids, outputs: Outputs):
+def run_forward(call, raw, initial_state, segment_ids, outputs: Outputs):
   """Output (None if not asked for), final state and what was saved."""
   settings, interpret = call
   plan = plan_of(raw, settings, segment_ids is not None)
@@ -205,13 +205,13 @@ def _run_forward(call, raw, initial_state, segment_ids, outputs: Outputs):
 def _chunked_forward(call, raw, initial_state, segment_ids):
   save = call[0].save
   outputs = Outputs(states=save != 'inputs', inverse=save == 'state_and_t')
-  out, state, saved = _run_forward(
+  out, state, saved = run_forward(
     call, raw, initial_state, segment_ids, outputs
   )
   return (out, state), (raw, initial_state, segment_ids, saved)
 
 
-def _chunked_backward(call, residuals, cotangents):
+def run_backward(call, residuals, cotangents):
   settings, interpret = call
   raw, initial_state, segment_ids, saved = residuals
   d_out, d_state = cotangents
@@ -219,7 +219,7 @@ def _chunked_backward(call, residuals, cotangents):
   if saved[0] is None:
     # The pass that rebuilds the states also has the inverses at hand.
     outputs = Outputs(out=False, states=True, inverse=True)
-    _, _, saved = _run_forward(call, raw, initial_state, segment_ids, outputs)
+    _, _, saved = run_forward(call, raw, initial_state, segment_ids, outputs)
   gradients = backward_kernel.backward(
     operands_of(raw, segment_ids, plan),
     backward_kernel.Cotangents(
@@ -253,7 +253,7 @@ def _gradients(gradients, raw: kda_inputs.Raw, plan: Plan):
   ), _state_out(g.initial_state, key_dim, raw.v.shape[3])
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward)
+_chunked.defvjp(_chunked_forward, run_backward)
 
 
 def affine_summary(
@@ -300,7 +300,7 @@ def _affine_backward(call, residuals, cotangents):
   wide = raw._replace(v=jnp.pad(raw.v, [(0, 0)] * 3 + [(0, key_dim)]))
   d_state = jnp.concatenate([d_offset, d_transition], 3)
   identity = jnp.zeros_like(d_state).at[..., value_dim:].set(jnp.eye(key_dim))
-  d_raw, _, _ = _chunked_backward(
+  d_raw, _, _ = run_backward(
     call,
     (wide, identity, segment_ids, (None, None)),
     (jnp.zeros_like(wide.v), d_state),

@@ -55,7 +55,7 @@ def step(
   batch, value_heads, value_dim = raw.v.shape
   key_heads, key_dim = raw.q.shape[1:]
   group = value_heads // key_heads
-  heads = _heads(value_heads, group, 4 * key_dim * value_dim)
+  heads = heads_of(value_heads, group, 4 * key_dim * value_dim)
   groups = value_heads // heads
   split = lambda x, *shape: x.reshape(batch, groups, *shape)
   affine_2ghk = jnp.stack(_affine(raw)).reshape(2, groups, heads, key_dim)
@@ -108,7 +108,7 @@ def step(
   return out.reshape(raw.v.shape), state
 
 
-def _heads(value_heads: int, group: int, state_bytes: int) -> int:
+def heads_of(value_heads: int, group: int, state_bytes: int) -> int:
   """Value heads of a grid step: whole key heads, about a megabyte."""
   most = max(1, _STEP_BYTES // state_bytes)
   fits = lambda n: value_heads % n == 0 and n % group == 0
