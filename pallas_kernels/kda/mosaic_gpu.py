@@ -17,12 +17,17 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import mosaic_gpu_decode as decode_kernel
 from pallas_kernels.kda import mosaic_gpu_prep as prep
 from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
-
-CHUNK = prep.CHUNK
+from pallas_kernels.kda.mosaic_gpu_place import (
+  CHUNK,
+  ENTERS,
+  LEAVES,
+  SEGMENT,
+  VALID,
+  WIDTH,
+)
 
 _SHORTEST_PIECE = 16  # chunks; below it the maps cost more than they save
 _WIDTHS = (64, 128)
@@ -126,28 +131,29 @@ def kda_mosaic_gpu(
   length = q.shape[1]
   if length % 8:  # bulk copies need whole groups of 8 tokens
     q, k, v, gate = (_extend(x, 1, CHUNK) for x in (q, k, v, gate))
-  arrays = _operands((q, k, gate, beta), (a_log, dt_bias), segment_ids, options)
-  arrays['values'] = v
+  raw = _raw_arrays((q, k, gate, beta), (a_log, dt_bias), segment_ids, options)
+  key_width, heads = gate.shape[3], v.shape[2]
+  chunks = raw['beta'].shape[2] // CHUNK
+  work = prep.Work(v.shape[0], heads, heads // q.shape[2], chunks)
   if pieces is None:
-    pieces = _pieces(v.shape[0] * v.shape[2], arrays['gamma'].shape[2])
-  key_width = q.shape[3]
+    pieces = _pieces(work.batch * heads, chunks)
   initial = None
   if initial_state is not None:
     initial = jnp.swapaxes(_widen(initial_state, 2), 2, 3)[:, :, None]
-  results = _scan(arrays, initial, pieces, (options.masked, save))
+  results = _run(raw, v, work, (options, initial, pieces))
   final_state = jnp.swapaxes(results['final'][:, :, -1], 2, 3)[:, :, :key_width]
   out = results['out'][:, :length]
   if not save:
     return out, final_state
   saved = {'state': results['saved'][..., :key_width]}
   shape = (*saved['state'].shape[:3], CHUNK, CHUNK)
-  saved['inverse'] = arrays['saved_inverse'].reshape(shape)
+  saved['inverse'] = results['inverse'].reshape(shape)
   return out, final_state, saved
 
 
 def _widen(x, axis: int):
   """Zeros appended up to the key width of the kernels; exact for KDA."""
-  return _extend(x, axis, prep.WIDTH)
+  return _extend(x, axis, WIDTH)
 
 
 def _extend(x, axis: int, multiple: int):
@@ -160,28 +166,36 @@ def _extend(x, axis: int, multiple: int):
   return jnp.pad(x, widths)
 
 
-def _operands(raw, parameters, segment_ids, options: prep.Options) -> dict:
-  """The arrays of `mosaic_gpu_scan.scan` that come from raw inputs."""
+def _raw_arrays(raw, parameters, segment_ids, options: prep.Options) -> dict:
+  """The arrays of `mosaic_gpu_prep.prepare`."""
   q, k, gate, beta = raw
   batch, length, heads = beta.shape
-  flags = None
+  beta = beta.astype(jnp.float32)
+  arrays = {}
   if options.masked:
     if segment_ids is None:
       segment_ids = jnp.ones((batch, length), jnp.int32)
-    segment_ids = _extend(segment_ids, 1, CHUNK)
-    flags = _flags(segment_ids)
-    valid = (segment_ids[:, :length] != 0)[:, :, None]
-    beta = jnp.where(valid, beta.astype(jnp.float32), 0.0)
-    beta = _extend(beta, 1, CHUNK)
-  beta = jnp.swapaxes(beta.astype(jnp.float32), 1, 2)
-  q, k, gate = (_widen(x, 3) for x in (q, k, gate))
-  affine = _gate_affine(parameters, heads)
-  arrays = prep.prepare(
-    q, k, gate, beta, affine=affine, flags=flags, options=options
-  )
-  if options.masked:
-    arrays['flags'] = flags
+    valid = (segment_ids != 0)[:, :, None]
+    beta = _extend(jnp.where(valid, beta, 0.0), 1, CHUNK)
+    arrays['flags'] = _flags(_extend(segment_ids, 1, CHUNK))
+  for name, array in (('q', q), ('k', k), ('gate', gate)):
+    arrays[name] = _widen(array, 3)
+  arrays['beta'] = jnp.swapaxes(beta, 1, 2)
+  arrays['affine'] = _gate_affine(parameters, heads)
   return arrays
+
+
+def _run(raw: dict, values, work: prep.Work, settings) -> dict:
+  """Preparation and scan."""
+  options, initial, pieces = settings
+  save = options.save_inverse
+  arrays = {**prep.prepare(raw, work, options), 'values': values}
+  if options.masked:
+    arrays['flags'] = raw['flags']
+  results = _scan(arrays, initial, pieces, (options.masked, save))
+  if save:
+    results['inverse'] = arrays['saved_inverse']
+  return results
 
 
 def _gate_affine(parameters, heads: int) -> jax.Array:
@@ -190,7 +204,7 @@ def _gate_affine(parameters, heads: int) -> jax.Array:
   slope = jnp.full((heads, 1), -math.log2(math.e), jnp.float32)
   if a_log is not None:
     slope = slope * jnp.exp(a_log.astype(jnp.float32))[:, None]
-  slope_hk = jnp.broadcast_to(slope, (heads, prep.WIDTH))
+  slope_hk = jnp.broadcast_to(slope, (heads, WIDTH))
   shift_hk = jnp.zeros_like(slope_hk)
   if dt_bias is not None:
     shift_hk = slope * _widen(dt_bias.astype(jnp.float32), 1)
@@ -198,19 +212,45 @@ def _gate_affine(parameters, heads: int) -> jax.Array:
 
 
 def _flags(segment_ids) -> jax.Array:
-  """What `mosaic_gpu_prep.prepare` wants to know of tokens [B, N * 64]."""
-  documents = kda_inputs.documents(segment_ids)
-  index_bnc = documents.index.reshape(segment_ids.shape[0], -1, CHUNK)
-  last_bn = index_bnc[:, :, -1]
-  # The initial state belongs to document 0, whatever comes before it.
-  entering_bn = jnp.pad(last_bn[:, :-1], ((0, 0), (1, 0)))
+  """What `mosaic_gpu_prep.prepare` wants to know of tokens [B, N * 64].
+
+  A token that is no padding begins a document if its id differs from that of
+  the latest such token before it. Sums and maxima run over one chunk, or over
+  the chunks, by comparison: few small kernels instead of a logarithmic scan.
+  """
+  ids_bnc = segment_ids.reshape(segment_ids.shape[0], -1, CHUNK)
+  valid_bnc = ids_bnc != 0
+  at = jnp.arange(CHUNK)
+  until_bnc = _latest(valid_bnc, at, at)
+  before_bnc = jnp.pad(until_bnc, ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+  last_bn = before_bnc[:, :, -1]
+  before_bnc = before_bnc[:, :, :-1]
+  pick = lambda x, i: jnp.take_along_axis(x, jnp.maximum(i, 0), axis=-1)
+  chunk_bn = jnp.arange(ids_bnc.shape[1])
+  source_bn = _latest(last_bn >= 0, chunk_bn, chunk_bn - 1)
+  last_id_bn = pick(ids_bnc, last_bn[:, :, None])[:, :, 0]
+  earlier_bn = pick(last_id_bn, source_bn)
+  previous_bnc = jnp.where(
+    before_bnc >= 0, pick(ids_bnc, before_bnc), earlier_bn[:, :, None]
+  )
+  known_bnc = (before_bnc >= 0) | (source_bn >= 0)[:, :, None]
+  begins_bnc = valid_bnc & known_bnc & (ids_bnc != previous_bnc)
+  count_bnc = jnp.sum(
+    begins_bnc[:, :, None] & (at[:, None] >= at), axis=-1, dtype=jnp.int32
+  )
   flags_bnc = (
-    documents.valid.reshape(index_bnc.shape) * prep.VALID
-    + (index_bnc == entering_bn[:, :, None]) * prep.ENTERS
-    + (index_bnc == last_bn[:, :, None]) * prep.LEAVES
-    + (index_bnc - index_bnc[:, :, :1]) * prep.SEGMENT
+    (valid_bnc << VALID)
+    | ((count_bnc == 0) << ENTERS)
+    | ((count_bnc == count_bnc[:, :, -1:]) << LEAVES)
+    | (count_bnc << SEGMENT)
   )
   return flags_bnc.astype(jnp.int32).reshape(segment_ids.shape)
+
+
+def _latest(marked, positions, until) -> jax.Array:
+  """The largest marked position up to each `until`, or -1; last axis."""
+  inside = marked[..., None, :] & (until[:, None] >= positions)
+  return jnp.max(jnp.where(inside, positions, -1), axis=-1)
 
 
 def _pieces(chains: int, chunks: int) -> int:
@@ -241,14 +281,14 @@ def _piece_states(arrays: dict, initial, plan) -> jax.Array:
   ]
   batch, heads, pieces, width, _ = constant.shape
   identity = jnp.broadcast_to(
-    jnp.eye(prep.WIDTH, dtype=jnp.float32),
-    (batch, heads, pieces, prep.WIDTH, prep.WIDTH),
+    jnp.eye(WIDTH, dtype=jnp.float32),
+    (batch, heads, pieces, WIDTH, WIDTH),
   )
   maps = scan_kernel.scan(
     {**arrays, 'initial': identity}, plan(values=False, output=False)
   )['final']
   if initial is None:
-    state = jnp.zeros((batch, heads, width, prep.WIDTH), jnp.float32)
+    state = jnp.zeros((batch, heads, width, WIDTH), jnp.float32)
   else:
     state = initial[:, :, 0]
   states = [state]

@@ -23,7 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kda.mosaic_gpu_prep import CHUNK, VALID, WIDTH
+from pallas_kernels.kda.mosaic_gpu_place import CHUNK, VALID, WIDTH
 
 _ROWS = 64  # rows of values of one computing warpgroup
 _STAGES = 2
@@ -82,7 +82,7 @@ def _entering_values(plan: Plan, stage, slot, rows) -> jax.Array:
   if not plan.masked:
     return v_vc
   flags_c = _load(stage['flags'].at[slot], _PER_COLUMN)
-  valid_vc = lax.broadcast_in_dim(flags_c & VALID, v_vc.shape, [1]) != 0
+  valid_vc = lax.broadcast_in_dim(flags_c & (1 << VALID), v_vc.shape, [1]) != 0
   return jnp.where(valid_vc, v_vc, 0.0)
 
 
@@ -184,26 +184,50 @@ def _produce(plan: Plan, place, outer, stage, barriers):
     _fetch(plan, place, n, outer, stage, barriers)
 
 
-def _body(plan: Plan, names, sizes, *refs):
-  """One thread block: value head, batch entry and range of chunks."""
-  heads, groups, chunks = sizes
-  outer_names, stage_names = names
-  outer = dict(zip(outer_names, refs))
-  stage = dict(zip(stage_names, refs[len(outer_names) :]))
-  full, empty, done = refs[-3:]
-  index, b = lax.axis_index('chain'), lax.axis_index('batch')
-  head, piece = lax.rem(index, heads), lax.div(index, heads)
-  longest = pl.cdiv(chunks, plan.pieces)
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """Rows, value heads, chunks of the operands, and value width."""
+
+  batch: int
+  heads: int
+  chunks: int
+  width: int
+
+  @property
+  def groups(self) -> int:
+    """Computing warpgroups of a thread block."""
+    return self.width // _ROWS
+
+  def blocks(self, plan: Plan) -> int:
+    """Thread blocks: one for each piece of each chain."""
+    return self.batch * self.heads * plan.pieces
+
+
+def _size_of(arrays: dict[str, jax.Array], plan: Plan) -> Size:
+  batch, heads, padded, _ = arrays['minus_key'].shape
+  width = arrays['values'].shape[3] if plan.values else WIDTH
+  return Size(batch, heads, padded // CHUNK, width)
+
+
+def _body(plan: Plan, size: Size, names, *refs):
+  """One thread block: value head, batch row and range of chunks."""
+  outer = dict(zip(names, refs))
+  *tiles, full, empty, done = refs[len(names) :]
+  index = lax.axis_index('block')
+  stage = dict(zip(_stages(plan, size.groups), tiles))
+  head, rest = lax.rem(index, size.heads), lax.div(index, size.heads)
+  piece, b = lax.rem(rest, plan.pieces), lax.div(rest, plan.pieces)
+  longest = pl.cdiv(size.chunks, plan.pieces)
   first = piece * longest
-  place = (b, head, piece, first, jnp.minimum(longest, chunks - first))
+  place = (b, head, piece, first, jnp.minimum(longest, size.chunks - first))
   role = lax.axis_index('role')
 
-  @pl.when(role < groups)
+  @pl.when(role < size.groups)
   def _():
     plgpu.set_max_registers(224, action='increase')
     _compute(plan, place, outer, stage, (full, empty))
 
-  @pl.when(role == groups)
+  @pl.when(role == size.groups)
   def _():
     plgpu.set_max_registers(40, action='decrease')
     _produce(plan, place, outer, stage, (full, empty))
@@ -234,19 +258,37 @@ def _stages(plan: Plan, groups: int) -> dict:
   return stage
 
 
-def _outputs(plan: Plan, arrays, width: int) -> dict:
-  """Shapes of what the scan writes, by name."""
-  batch, heads, padded, _ = arrays['minus_key'].shape
-  outputs = {}
+def _inputs(arrays: dict[str, jax.Array], plan: Plan, groups: int) -> dict:
+  """What the kernel reads, by name."""
+  names = [n for n in _stages(plan, groups) if n not in ('out', 'saved')]
+  return {name: arrays[name] for name in names + ['initial'] * plan.initial}
+
+
+def _outputs(arrays, plan: Plan, size: Size) -> dict[str, jax.ShapeDtypeStruct]:
+  """What the kernel writes, by name."""
+  lead, written = (size.batch, size.heads), {}
   if plan.output:
     shape = arrays['values'].shape
-    outputs['out'] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-  shape = (batch, heads, plan.pieces, width, WIDTH)
-  outputs['final'] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    written['out'] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  shape = (*lead, plan.pieces, size.width, WIDTH)
+  written['final'] = jax.ShapeDtypeStruct(shape, jnp.float32)
   if plan.save_state:
-    shape = (batch, heads, padded // CHUNK, width, WIDTH)
-    outputs['saved'] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-  return outputs
+    shape = (*lead, size.chunks, size.width, WIDTH)
+    written['saved'] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  return written
+
+
+def _scratch(plan: Plan, groups: int) -> list:
+  """Shared memory and barriers of a thread block."""
+  stage = _stages(plan, groups)
+  loaded = [n for n in stage if n not in ('out', 'saved')]
+  copies = len(loaded) + (groups - 1) * plan.values
+  return [
+    *stage.values(),
+    plgpu.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+    plgpu.Barrier(num_arrivals=groups, num_barriers=_STAGES),
+    plgpu.Barrier(num_arrivals=groups + 1),
+  ]
 
 
 def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
@@ -264,32 +306,21 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
     out [B, T, HV, V] bfloat16 if plan.output; final [B, HV, pieces, V, 128]
     float32; saved [B, HV, N, V, 128] bfloat16 if plan.save_state.
   """
-  batch, heads, padded, _ = arrays['minus_key'].shape
-  width = arrays['values'].shape[3] if plan.values else WIDTH
-  groups = width // _ROWS
-  stage, outputs = _stages(plan, groups), _outputs(plan, arrays, width)
-  loaded = [n for n in stage if n not in ('out', 'saved')]
-  inputs = loaded + ['initial'] * plan.initial
-  names = (tuple(inputs) + tuple(outputs), tuple(stage))
-  sizes = (heads, groups, padded // CHUNK)
-  copies = len(loaded) + (groups - 1) * plan.values
+  size = _size_of(arrays, plan)
+  read = _inputs(arrays, plan, size.groups)
+  written = _outputs(arrays, plan, size)
+  names = (*read, *written)
   kernel = plgpu.kernel(
-    lambda *refs: _body(plan, names, sizes, *refs),
-    out_type=tuple(outputs.values()),
-    grid=(heads * plan.pieces, batch),
-    grid_names=('chain', 'batch'),
-    num_threads=groups + 1,
+    lambda *refs: _body(plan, size, names, *refs),
+    out_type=tuple(written.values()),
+    grid=(size.blocks(plan),),
+    grid_names=('block',),
+    num_threads=size.groups + 1,
     thread_name='role',
     kernel_name='kda_scan',
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
     ),
-    scratch_types=[
-      *stage.values(),
-      plgpu.Barrier(num_arrivals=copies, num_barriers=_STAGES),
-      plgpu.Barrier(num_arrivals=groups, num_barriers=_STAGES),
-      plgpu.Barrier(num_arrivals=groups + 1),
-    ],
+    scratch_types=_scratch(plan, size.groups),
   )
-  results = kernel(*[arrays[name] for name in inputs])
-  return dict(zip(outputs, results))
+  return dict(zip(written, kernel(*read.values())))

@@ -114,6 +114,22 @@ def bit_and(a: Word, b: int) -> Word:
   return arith.andi(a, word(b))
 
 
+def keep(a: Word, mask: Word) -> Word:
+  """a where the mask is all ones, 0 where it is all zeros."""
+  return arith.andi(a, mask)
+
+
+def keep_real(a: float, mask: Word) -> Real:
+  """A constant where the mask is all ones, 0 where it is all zeros."""
+  bits = arith.bitcast(_i32(), _f32_constant(a))
+  return Real(arith.bitcast(_f32(), arith.andi(bits, mask)))
+
+
+def bit_mask(a: Word, bit: int) -> Word:
+  """All ones if the bit of that number is set, else all zeros."""
+  return arith.shrsi(shift_left(a, 31 - bit), word(31))
+
+
 def xor(a: Word, b: Word | int) -> Word:
   return arith.xori(a, b if isinstance(b, ir.Value) else word(b))
 
@@ -340,3 +356,13 @@ def reals_if(
   with ir.InsertionPoint(op.else_block):
     scf.yield_([x.value for x in zeros(count)])
   return [Real(x) for x in op.results_]
+
+
+def packed(values) -> list[Word]:
+  """Two words of four numbers."""
+  return [pack(values[0], values[1]), pack(values[2], values[3])]
+
+
+def pair_products(a, b) -> list[Word]:
+  """Products of words of bfloat16 pairs, one by one."""
+  return [multiply_pairs(x, y) for x, y in zip(a, b)]

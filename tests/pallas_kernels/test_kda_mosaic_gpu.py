@@ -1,0 +1,346 @@
+"""The Hopper kernels of KDA: what they refuse, that they lower, their numbers.
+
+The tests marked gpu need a Hopper GPU: `JAX_PLATFORMS=cuda pytest -m gpu`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import testing
+from pallas_kernels.kda import inputs as kda_inputs
+from pallas_kernels.kda import mosaic_gpu, mosaic_gpu_place, reference
+
+HOPPER = 'NVIDIA H200'
+
+
+def arguments(shape, case='mixed', *, key_heads=None, seed=0):
+  """Arguments of the kernel for (batch, length, heads, key and value width)."""
+  batch, length, heads, width, value_width = shape
+  keys = jax.random.split(jax.random.key(seed), 8)
+
+  def normal(i, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(keys[i], shape, dtype)
+
+  key_heads = key_heads or heads
+  args = dict(
+    q=normal(0, batch, length, key_heads, width),
+    k=normal(1, batch, length, key_heads, width),
+    v=normal(2, batch, length, heads, value_width),
+    gate=2 * normal(3, batch, length, heads, width),
+    beta=normal(4, batch, length, heads),
+    a_log=0.3 * normal(5, heads, dtype=jnp.float32),
+    dt_bias=0.3 * normal(6, heads, width, dtype=jnp.float32),
+    initial_state=normal(
+      7, batch, heads, width, value_width, dtype=jnp.float32
+    ),
+  )
+  if case == 'saturated':
+    args['gate'] = jnp.full_like(args['gate'], 30.0)
+  if case in ('zero', 'corner'):
+    args['gate'] = jnp.full_like(args['gate'], -30.0)
+  if case in ('correlated', 'corner'):
+    args['k'] = 1 + jnp.bfloat16(0.1) * args['k']
+  if case == 'corner':
+    args['beta'] = jnp.full_like(args['beta'], 8.0)
+  return args
+
+
+def shapes_of(shape, **more):
+  return jax.eval_shape(functools.partial(arguments, shape, **more))
+
+
+def test_refuses_what_it_does_not_cover():
+  args = shapes_of((1, 64, 2, 128, 128))
+  named = {n: args[n] for n in ('q', 'k', 'v', 'gate', 'beta')}
+
+  def reason(kind=HOPPER, bound=-5.0, **changed):
+    return mosaic_gpu.refusal(
+      **named | changed, lower_bound=bound, device_kind=kind
+    )
+
+  assert reason() is None
+  assert 'A100' in reason(kind='NVIDIA A100')
+  assert 'bounded gate' in reason(bound=None)
+  wide = jax.ShapeDtypeStruct((1, 64, 2, 256), jnp.bfloat16)
+  assert 'K=256' in reason(q=wide)
+  assert 'V=256' in reason(v=wide)
+  single = jax.ShapeDtypeStruct((1, 64, 2, 128), jnp.float32)
+  assert 'q is float32' in reason(q=single)
+  empty = jax.ShapeDtypeStruct((1, 0, 2, 128), jnp.bfloat16)
+  assert 'one token' in reason(q=empty)
+
+
+def test_decode_refuses_what_it_does_not_cover():
+  q = jax.ShapeDtypeStruct((3, 2, 128), jnp.bfloat16)
+  state = jax.ShapeDtypeStruct((3, 2, 128, 128), jnp.float32)
+
+  def reason(kind=HOPPER, bound=-5.0, q=q, state=state):
+    return mosaic_gpu.decode_refusal(
+      q, q, state, lower_bound=bound, device_kind=kind
+    )
+
+  assert reason() is None
+  assert 'cpu' in reason(kind='cpu')
+  assert 'bounded gate' in reason(bound=None)
+  assert 'K=96' in reason(q=jax.ShapeDtypeStruct((3, 2, 96), jnp.bfloat16))
+  half = jax.ShapeDtypeStruct(state.shape, jnp.bfloat16)
+  assert 'bfloat16' in reason(state=half)
+
+
+def test_raises_on_another_device():
+  if jax.default_backend() == 'gpu':
+    pytest.skip('this device is the one they are for')
+  with pytest.raises(NotImplementedError, match='this is cpu'):
+    mosaic_gpu.kda_mosaic_gpu(**arguments((1, 64, 1, 128, 128)))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+  """Lets the kernels be traced and lowered without the device."""
+  monkeypatch.setattr(mosaic_gpu, '_device_kind', lambda: HOPPER)
+
+
+def lower(function, *args):
+  traced = jax.jit(function).trace(*args)
+  return traced.lower(lowering_platforms=('cuda',)).as_text()
+
+
+@pytest.mark.parametrize(
+  'shape, more, kernels',
+  [
+    ((1, 128, 2, 128, 128), {}, 2),
+    ((1, 200, 2, 64, 64), {'key_heads': 1}, 2),
+    ((1, 2048, 2, 128, 128), {}, 4),
+  ],
+)
+def test_lowers_for_cuda(on_hopper, shape, more, kernels):
+  args = shapes_of(shape, **more)
+  text = lower(lambda a: mosaic_gpu.kda_mosaic_gpu(**a), args)
+  assert text.count('@mosaic_gpu') == kernels
+
+
+def test_lowers_with_documents_and_saved_tensors(on_hopper):
+  args = shapes_of((2, 320, 2, 128, 128))
+  args['segment_ids'] = jax.ShapeDtypeStruct((2, 320), jnp.int32)
+  run = functools.partial(mosaic_gpu.kda_mosaic_gpu, save=True)
+  saved = jax.eval_shape(lambda a: run(**a), args)[2]
+  assert saved['state'].shape == (2, 2, 5, 128, 128)
+  assert saved['inverse'].shape == (2, 2, 5, 64, 64)
+  assert lower(lambda a: run(**a), args).count('@mosaic_gpu') == 2
+
+
+def decode_arguments(batch, heads, key_heads, width, value_width):
+  shape = (batch, 1, heads, width, value_width)
+  args = arguments(shape, key_heads=key_heads)
+  state = args.pop('initial_state')
+  per_token = ('q', 'k', 'v', 'gate', 'beta')
+  return {n: x[:, 0] if n in per_token else x for n, x in args.items()} | {
+    'state': state
+  }
+
+
+def test_decode_lowers_in_place(on_hopper):
+  args = jax.eval_shape(lambda: decode_arguments(2, 4, 2, 128, 128))
+  text = lower(lambda a: mosaic_gpu.decode_mosaic_gpu(**a), args)
+  assert text.count('@mosaic_gpu') == 1
+  assert 'output_operand_alias' in text
+
+
+def test_flags_describe_documents():
+  """Bits against the definition, token by token."""
+  rng = np.random.default_rng(0)
+  ids = np.zeros((3, 192), np.int32)
+  ids[0, 5:] = np.repeat([3, 1, 3, 0, 3, 7], [50, 20, 40, 30, 20, 27])
+  ids[1] = np.sort(rng.integers(0, 5, 192))
+  flags = np.asarray(mosaic_gpu._flags(jnp.asarray(ids)))
+  index = np.asarray(kda_inputs.documents(jnp.asarray(ids)).index)
+  for b in range(3):
+    for t in range(192):
+      start = t // 64 * 64
+      entered = index[b, start - 1] if start else 0
+      bits = [
+        (ids[b, t] != 0) << mosaic_gpu_place.VALID,
+        (index[b, t] == entered) << mosaic_gpu_place.ENTERS,
+        (index[b, t] == index[b, start + 63]) << mosaic_gpu_place.LEAVES,
+        (index[b, t] - entered) << mosaic_gpu_place.SEGMENT,
+      ]
+      assert flags[b, t] == sum(map(int, bits)), (b, t)
+
+
+def test_pieces_fill_the_chip():
+  assert mosaic_gpu._pieces(96, 128) == 1
+  assert mosaic_gpu._pieces(256, 32) == 1
+  assert mosaic_gpu._pieces(16, 1024) == 8
+  assert mosaic_gpu._pieces(2, 32) == 2
+
+
+run = jax.jit(mosaic_gpu.kda_mosaic_gpu, static_argnames=('save', 'pieces'))
+
+
+def expected(args, segment_ids=None):
+  """The float64 recurrence on the same inputs."""
+  with jax.enable_x64(True):
+    args = {n: jnp.asarray(x, jnp.float64) for n, x in args.items()}
+    state = args.pop('initial_state')
+    raw = kda_inputs.Raw(**args)
+    settings = kda_inputs.Settings(
+      -5.0, raw.q.shape[-1] ** -0.5, True, True, True
+    )
+    evaluate = jax.jit(reference.recurrence, static_argnums=3)
+    result = evaluate(raw, state, segment_ids, settings)
+    return jax.tree.map(np.asarray, result)
+
+
+def check(args, segment_ids=None, **more):
+  out, state, *_ = run(**args, segment_ids=segment_ids, **more)
+  want_out, want_state = expected(args, segment_ids)
+  testing.assert_close(out, want_out, 'kda', 'out', 'bfloat16')
+  testing.assert_close(state, want_state, 'kda', 'final_state', 'bfloat16')
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  'case', ['mixed', 'saturated', 'zero', 'correlated', 'corner']
+)
+def test_numbers(case):
+  check(arguments((2, 512, 4, 128, 128), case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('length', [1, 15, 16, 17, 63, 64, 65, 1000])
+def test_any_length(length):
+  check(arguments((1, length, 3, 128, 128)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  'width, value_width, key_heads', [(64, 64, 4), (64, 128, 2), (128, 64, 1)]
+)
+def test_widths_and_grouped_heads(width, value_width, key_heads):
+  shape = (2, 192, 4, width, value_width)
+  check(arguments(shape, key_heads=key_heads))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('case', ['mixed', 'zero'])
+def test_pieces_of_a_chain(case):
+  check(arguments((1, 2048, 2, 128, 128), case), pieces=4)
+
+
+def packed_ids(length):
+  ids = np.zeros((2, length), np.int32)
+  bounds = [3, 50, 64, 200, 210, 211, 500, length]
+  for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:])):
+    ids[0, start:end] = 0 if start == 200 else i + 1
+  ids[1, : length - 40] = 1
+  return jnp.asarray(ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('length', [640, 613])
+def test_documents_and_poisoned_padding(length):
+  args = arguments((2, length, 4, 128, 128))
+  ids = packed_ids(length)
+  check(args, ids)
+  clean = run(**args, segment_ids=ids)
+  poisoned = {}
+  for name, x in args.items():
+    poisoned[name] = x
+    if name in ('q', 'k', 'v', 'gate', 'beta'):
+      padding = (ids == 0).reshape(ids.shape + (1,) * (x.ndim - 2))
+      poisoned[name] = jnp.where(padding, jnp.nan, x)
+  for got, want in zip(run(**poisoned, segment_ids=ids), clean):
+    np.testing.assert_array_equal(got, want)
+  assert not np.asarray(clean[0])[np.asarray(ids) == 0].any()
+
+
+@pytest.mark.gpu
+def test_later_tokens_change_nothing_before_them():
+  args = arguments((1, 256, 4, 128, 128))
+  other = arguments((1, 256, 4, 128, 128), seed=1)
+  for cut in (1, 16, 100, 130, 255):
+    mixed = {
+      name: x.at[:, cut:].set(other[name][:, cut:])
+      if name in ('q', 'k', 'v', 'gate', 'beta')
+      else x
+      for name, x in args.items()
+    }
+    got, want = run(**mixed)[0], run(**args)[0]
+    np.testing.assert_array_equal(got[:, :cut], want[:, :cut])
+
+
+@pytest.mark.gpu
+def test_a_thousand_runs_are_equal():
+  args = arguments((1, 512, 96, 128, 128))
+  first = run(**args)
+  differs = jax.jit(lambda a, b: sum(jnp.any(x != y) for x, y in zip(a, b)))
+  assert not sum(int(differs(run(**args), first)) for _ in range(1000))
+
+
+@pytest.mark.gpu
+def test_saved_state_and_inverse():
+  """The state before a chunk is the final state of what comes before it."""
+  args = arguments((1, 256, 2, 128, 128))
+  saved = run(**args, save=True)[2]
+  part = {
+    n: x[:, :128] if n in ('q', 'k', 'v', 'gate', 'beta') else x
+    for n, x in args.items()
+  }
+  before = np.swapaxes(expected(part)[1], 2, 3)
+  state = np.asarray(saved['state'][:, :, 2], np.float64)
+  assert testing.relative_rms(state, before) < 5e-3
+  inverse = np.asarray(saved['inverse'], np.float32)
+  np.testing.assert_array_equal(np.triu(inverse, 1), 0)
+  np.testing.assert_array_equal(np.einsum('bhncc->bhnc', inverse), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  'sizes', [(5, 8, 4, 128, 128), (3, 2, 2, 64, 64), (4, 3, 3, 128, 64)]
+)
+def test_decode(sizes):
+  args = decode_arguments(*sizes)
+  active = np.arange(sizes[0]) != 1
+  shaped = lambda x: active.reshape((-1,) + (1,) * (x.ndim - 1))
+  poisoned = {
+    n: jnp.where(shaped(x), x, jnp.nan)
+    if n in ('q', 'k', 'v', 'gate', 'beta')
+    else x
+    for n, x in args.items()
+  }
+  step = jax.jit(mosaic_gpu.decode_mosaic_gpu)
+  out, state = step(**poisoned, active=jnp.asarray(active))
+  token = {
+    n: x[:, None] if n in ('q', 'k', 'v', 'gate', 'beta') else x
+    for n, x in args.items()
+  }
+  token['initial_state'] = token.pop('state')
+  want_out, want_state = expected(token)
+  assert testing.relative_rms(out[active], want_out[active, 0]) < 2e-3
+  assert testing.relative_rms(state[active], want_state[active]) < 1e-6
+  np.testing.assert_array_equal(state[1], args['state'][1])
+  assert not np.asarray(out[1]).any()
+
+
+@pytest.mark.gpu
+def test_decode_follows_the_chunks():
+  """The state of a prefill, continued token by token."""
+  args = arguments((1, 160, 2, 128, 128))
+  names = ('q', 'k', 'v', 'gate', 'beta')
+  start = {n: x[:, :128] if n in names else x for n, x in args.items()}
+  state = run(**start)[1]
+  step = jax.jit(mosaic_gpu.decode_mosaic_gpu)
+  shared = {n: args[n] for n in ('a_log', 'dt_bias')}
+  outs = []
+  for t in range(128, 160):
+    token = {n: args[n][:, t] for n in names}
+    out, state = step(**token, **shared, state=state)
+    outs.append(out)
+  want_out, want_state = expected(args)
+  out = np.stack(outs, 1).astype(np.float64)
+  testing.assert_close(out, want_out[:, 128:], 'kda', 'out', 'bfloat16')
+  testing.assert_close(state, want_state, 'kda', 'final_state', 'bfloat16')
