@@ -15,7 +15,6 @@ import glob
 import os
 import pathlib
 import re
-import shutil
 import tempfile
 
 import jax
@@ -168,8 +167,7 @@ def compile_for(chip: str, function, *arguments) -> Schedule:
   sharding = jax.sharding.SingleDeviceSharding(device)
   place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   directory = _dump_directory()
-  for path in directory.iterdir():
-    path.unlink()
+  remove_dumps()
   with jax.sharding.use_abstract_mesh(abstract_mesh(device)):
     lowered = jax.jit(function).lower(*jax.tree.map(place, arguments))
   compiled = lowered.compile()
@@ -184,8 +182,9 @@ def compile_for(chip: str, function, *arguments) -> Schedule:
 
 
 def remove_dumps():
-  """Deletes the files that libtpu wrote."""
-  shutil.rmtree(_dump_directory(), ignore_errors=True)
+  """Deletes the files that libtpu wrote so far."""
+  for path in _dump_directory().iterdir():
+    path.unlink()
 
 
 def _programs(directory: pathlib.Path):
@@ -227,7 +226,7 @@ def _vmem_bytes(text: str) -> int:
 
 
 _BUNDLE = re.compile(
-  r'^\s*(?:\d+:)?\s*0x[0-9a-f]+\s*([A-Z]{2})?\s*:((?:\s*>)*)'
+  r'^\s*(?:\d+:)?\s*(?:0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:((?:\s*>)*)'
 )
 _EXIT = re.compile(r'scmp\.ge\.s32\.totalorder \S+ (\d+) /\* loop exit test')
 

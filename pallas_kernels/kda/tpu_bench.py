@@ -26,7 +26,11 @@ COLUMNS += ('vmem_mb', 'temp_mb')
 
 
 class Shape(NamedTuple):
-  """One sequence of `length` tokens, K = V = 128, bfloat16."""
+  """One sequence of `length` tokens, K = V = 128, bfloat16.
+
+  Arrays come and go as [B, T, H D], as a projection writes and reads them; a
+  parameter [B, T, H, D] of a program would be laid out anew first.
+  """
 
   length: int = 8192
   heads: int = 24
@@ -42,12 +46,21 @@ class Shape(NamedTuple):
     return jax.ShapeDtypeStruct(shape, dtype)
 
   def raw(self, *rows: int) -> kda_inputs.Raw:
-    """Shapes of the arguments with these leading axes."""
-    row = self.array(*rows, self.heads, _WIDTH)
+    """Shapes of the arguments with these leading axes, heads in one axis."""
+    row = self.array(*rows, self.heads * _WIDTH)
     beta = self.array(*rows, self.heads)
     a_log = self.array(self.heads, dtype=jnp.float32)
     bias = self.array(self.heads, _WIDTH, dtype=jnp.float32)
     return kda_inputs.Raw(row, row, row, row, beta, a_log, bias)
+
+  def by_head(self, x):
+    return x.reshape(*x.shape[:-1], self.heads, _WIDTH)
+
+  def split(self, raw: kda_inputs.Raw) -> kda_inputs.Raw:
+    return kda_inputs.Raw(*map(self.by_head, raw[:4]), *raw[4:])
+
+  def merge(self, raw: kda_inputs.Raw) -> kda_inputs.Raw:
+    return kda_inputs.Raw(*map(_merged, raw[:4]), *raw[4:])
 
   def state(self, count: int = 1):
     return self.array(count, self.heads, _WIDTH, _WIDTH, dtype=jnp.float32)
@@ -62,12 +75,19 @@ class Shape(NamedTuple):
     return kda_inputs.Settings(-5.0, scale, *flags, self.chunk, save)
 
 
+def _merged(x):
+  return x.reshape(*x.shape[:-2], -1)
+
+
 def _forward(shape: Shape, save: str):
   settings = shape.settings(save)
   outputs = Outputs(states=save != 'inputs', inverse=save == 'state_and_t')
 
   def run(raw, state, ids):
-    return mosaic_tpu.run_forward((settings, False), raw, state, ids, outputs)
+    out, state, saved = mosaic_tpu.run_forward(
+      (settings, False), shape.split(raw), state, ids, outputs
+    )
+    return _merged(out), state, saved
 
   return run, (shape.raw(1, shape.length), shape.state(), shape.ids())
 
@@ -78,8 +98,12 @@ def _backward(shape: Shape, save: str):
   _, _, saved = jax.eval_shape(*_flat(_forward(shape, save)))
 
   def run(raw, state, ids, saved, cotangents):
-    residuals = raw, state, ids, saved
-    return mosaic_tpu.run_backward((settings, False), residuals, cotangents)
+    residuals = shape.split(raw), state, ids, saved
+    d_out, d_state = cotangents
+    d_raw, d_initial, _ = mosaic_tpu.run_backward(
+      (settings, False), residuals, (shape.by_head(d_out), d_state)
+    )
+    return shape.merge(d_raw), d_initial
 
   raw, state = shape.raw(1, shape.length), shape.state()
   return run, (raw, state, shape.ids(), saved, (raw.v, state))
@@ -92,14 +116,19 @@ def _flat(computation):
 
 def _affine(shape: Shape):
   settings = shape.settings('inputs')
-  run = functools.partial(mosaic_tpu.affine_summary, settings=settings)
+
+  def run(raw, ids):
+    return mosaic_tpu.affine_summary(shape.split(raw), ids, settings)
+
   return run, (shape.raw(1, shape.length), shape.ids())
 
 
 def _decode(shape: Shape, rows: int = 64):
-  run = functools.partial(
-    mosaic_tpu_decode.step, settings=shape.settings('inputs')
-  )
+  settings = shape.settings('inputs')
+
+  def run(raw, state, slots):
+    return mosaic_tpu_decode.step(shape.split(raw), state, slots, settings)
+
   slots = shape.array(rows, dtype=jnp.int32)
   return run, (shape.raw(rows), shape.state(rows), slots)
 
@@ -126,7 +155,7 @@ def kernel_bundles(
   function, arguments = COMPUTATIONS[name](shape)
   schedule = tpu_schedule.compile_for(chip, function, *arguments)
   program = schedule.program('kda_')
-  raw = arguments[0]
+  raw = jax.eval_shape(shape.split, arguments[0])
   if name == 'decode':
     heads = mosaic_tpu_decode.heads_of(shape.heads, 1, 4 * _WIDTH**2)
     return program.bundles / heads, program, schedule
