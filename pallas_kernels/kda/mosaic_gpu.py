@@ -16,6 +16,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.kda import mosaic_gpu_decode as decode_kernel
 from pallas_kernels.kda import mosaic_gpu_prep as prep
@@ -221,19 +222,12 @@ def _flags(segment_ids) -> jax.Array:
   ids_bnc = segment_ids.reshape(segment_ids.shape[0], -1, CHUNK)
   valid_bnc = ids_bnc != 0
   at = jnp.arange(CHUNK)
-  until_bnc = _latest(valid_bnc, at, at)
-  before_bnc = jnp.pad(until_bnc, ((0, 0), (0, 0), (1, 0)), constant_values=-1)
-  last_bn = before_bnc[:, :, -1]
-  before_bnc = before_bnc[:, :, :-1]
-  pick = lambda x, i: jnp.take_along_axis(x, jnp.maximum(i, 0), axis=-1)
-  chunk_bn = jnp.arange(ids_bnc.shape[1])
-  source_bn = _latest(last_bn >= 0, chunk_bn, chunk_bn - 1)
-  last_id_bn = pick(ids_bnc, last_bn[:, :, None])[:, :, 0]
-  earlier_bn = pick(last_id_bn, source_bn)
-  previous_bnc = jnp.where(
-    before_bnc >= 0, pick(ids_bnc, before_bnc), earlier_bn[:, :, None]
-  )
-  known_bnc = (before_bnc >= 0) | (source_bn >= 0)[:, :, None]
+  inside_bnc, before_bnc = _latest(valid_bnc, ids_bnc, at)
+  found_bn, last_bn = _latest(valid_bnc, ids_bnc, jnp.array([CHUNK]))
+  chunk = jnp.arange(ids_bnc.shape[1])
+  found_bn, earlier_bn = _latest(found_bn[..., 0], last_bn[..., 0], chunk)
+  previous_bnc = jnp.where(inside_bnc, before_bnc, earlier_bn[..., None])
+  known_bnc = inside_bnc | found_bn[..., None]
   begins_bnc = valid_bnc & known_bnc & (ids_bnc != previous_bnc)
   count_bnc = jnp.sum(
     begins_bnc[:, :, None] & (at[:, None] >= at), axis=-1, dtype=jnp.int32
@@ -247,10 +241,23 @@ def _flags(segment_ids) -> jax.Array:
   return flags_bnc.astype(jnp.int32).reshape(segment_ids.shape)
 
 
-def _latest(marked, positions, until) -> jax.Array:
-  """The largest marked position up to each `until`, or -1; last axis."""
-  inside = marked[..., None, :] & (until[:, None] >= positions)
-  return jnp.max(jnp.where(inside, positions, -1), axis=-1)
+def _latest(marked, values, ends) -> tuple[jax.Array, jax.Array]:
+  """(is there one, its value): the last marked entry before each end."""
+  positions = jnp.arange(marked.shape[-1])
+  before = marked[..., None, :] & (positions < ends[:, None])
+  shape = before.shape
+
+  def later(a, b):
+    first = a[0] >= b[0]
+    return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+
+  operands = (
+    jnp.where(before, positions, -1),
+    jnp.broadcast_to(values[..., None, :], shape),
+  )
+  initial = jnp.int32(-1), jnp.int32(0)
+  position, value = lax.reduce(operands, initial, later, (len(shape) - 1,))
+  return position >= 0, value
 
 
 def _pieces(chains: int, chunks: int) -> int:

@@ -73,6 +73,25 @@ def _words(block) -> list[warp.Word]:
   return [warp.pack(a, b) for a, b in _pairs(block)]
 
 
+def _as_right(words) -> list[warp.Word | None]:
+  """A block held as a left operand, as the right operand of a product."""
+  return [None if w is None else warp.transpose_tile(w) for w in words]
+
+
+def _multiply(acc, left, right) -> list[warp.Real]:
+  """acc + left @ right, from words; None stands for a word of zeros."""
+  zero = warp.word(0)
+  left = [zero if w is None else w for w in left]
+  result = []
+  for n in range(2):
+    part, pair = acc[4 * n : 4 * n + 4], right[2 * n : 2 * n + 2]
+    if any(w is not None for w in pair):
+      pair = [zero if w is None else w for w in pair]
+      part = warp.multiply(part, left, pair)
+    result += part
+  return result
+
+
 class Split:
   """A 16 x 16 block as leading and trailing bfloat16 words."""
 
@@ -84,48 +103,52 @@ class Split:
 
   def right(self) -> Split:
     """This block as the right operand of a product."""
-    flip = lambda words: [warp.transpose_tile(w) for w in words]
-    return Split(words=(flip(self.leading), flip(self.trailing)))
+    return Split(words=(_as_right(self.leading), _as_right(self.trailing)))
 
 
 def _multiply_split(acc, left: Split, right: Split) -> list[warp.Real]:
   """acc + left @ right to about 16 bits of mantissa."""
-  result = []
-  for n in range(2):
-    part = acc[4 * n : 4 * n + 4]
-    pairs = (
-      (left.trailing, right.leading),
-      (left.leading, right.trailing),
-      (left.leading, right.leading),
-    )
-    for a, b in pairs:
-      part = warp.multiply(part, a, (b[2 * n], b[2 * n + 1]))
-    result += part
-  return result
+  acc = _multiply(acc, left.trailing, right.leading)
+  acc = _multiply(acc, left.leading, right.trailing)
+  return _multiply(acc, left.leading, right.leading)
 
 
 def diagonal_inverse(place: Place, a) -> list[warp.Real]:
-  """(I + a)^-1 for a strictly lower triangular [16, 16] block."""
+  """(I + a)^-1 for a strictly lower triangular [16, 16] block.
+
+  A ladder: while X inverts the diagonal blocks of some size, X - X L X does for
+  the double, with L what `a` holds inside the larger blocks and outside the
+  smaller ones. Rounding its operands to bfloat16 loses nothing that the
+  operands of the scan do not lose as well.
+  """
   distance = [warp.xor(place.row, warp.add(place.column, e)) for e in (0, 1)]
 
-  def level(size: int) -> list[warp.Real]:
-    zero = warp.Real(0.0)
-    if size == 8:
-      return [zero, zero, a[2], a[3], zero, zero, zero, zero]
-    near = [warp.compare(warp.xor(d, size), 'slt', size) for d in distance]
-    pick = lambda i: [warp.where(near[e], a[i + e], 0.0) for e in (0, 1)]
-    return [*pick(0), zero, zero, zero, zero, *pick(6)]
+  def diagonal(block) -> list[warp.Word | None]:
+    first, last = warp.pack(*block[:2]), warp.pack(*block[6:])
+    return [first, None, None, last]
 
-  one = [
-    warp.where(warp.compare(d, 'eq', 0), warp.Real(1.0), 0.0) for d in distance
-  ]
-  blank = warp.zeros(2)
-  identity = [*one, *blank, *blank, *one]
-  x = [i - l for i, l in zip(identity, level(1))]
+  def in_level(size: int) -> list[warp.Real]:
+    level = warp.zeros(8)
+    for e in (0, 1):
+      near = warp.compare(warp.xor(distance[e], size), 'slt', size)
+      for i in (e, 6 + e):
+        level[i] = warp.where(near, a[i], 0.0)
+    return level
+
+  x = warp.zeros(8)
+  for i, value in enumerate(in_level(1)):
+    if i in (0, 1, 6, 7):
+      same = warp.compare(distance[i % 2], 'eq', 0)
+      x[i] = warp.where(same, warp.Real(1.0), 0.0) - value
   for size in (2, 4, 8):
-    inverse = Split(x)
-    y = _multiply_split(warp.zeros(8), inverse, Split(level(size)).right())
-    x = _multiply_split(x, Split([-v for v in y]), inverse.right())
+    inverse, below = diagonal(x), size == 8
+    level = [None, warp.pack(*a[2:4]), None, None]
+    if not below:
+      level = diagonal(in_level(size))
+    y = _multiply(warp.zeros(8), inverse, _as_right(level))
+    y = [-v for v in y]
+    left = [None, warp.pack(*y[2:4]), None, None] if below else diagonal(y)
+    x = _multiply(x, left, _as_right(inverse))
   return x
 
 
