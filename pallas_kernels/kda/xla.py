@@ -60,6 +60,7 @@ class Masks(NamedTuple):
   """Which pairs of rows share a document, and who meets the states."""
 
   same_nbcs: jax.Array
+  near_nbzxy: jax.Array  # the same, of the rows of one sub-block
   entering_nbc: jax.Array  # row is in the document that entered the chunk
   leaving_nbc: jax.Array  # row is in the document that leaves the chunk
   through_nb: jax.Array  # no document begins in the chunk
@@ -156,12 +157,31 @@ def _masks(group: Group, chunk: int) -> Masks | None:
   document_nbc = jnp.moveaxis(document, 1, 0)
   last_nb = document_nbc[:, :, -1]
   first_nb = jnp.concatenate([group.before[None], last_nb[:-1]])
+  document_nbzx = document_nbc.reshape(*last_nb.shape, -1, _SUB)
+  same = lambda x: x[..., :, None] == x[..., None, :]
   return Masks(
-    document_nbc[..., :, None] == document_nbc[..., None, :],
+    same(document_nbc),
+    same(document_nbzx),
     document_nbc == first_nb[..., None],
     document_nbc == last_nb[..., None],
     first_nb == last_nb,
   )
+
+
+def _sub_block_sums(decay_nbhzyk: jax.Array, masks) -> jax.Array:
+  """Sums from the start of the sub-block, or of a document that begins in it.
+
+  What a document computes then holds no rounding of another one. Rows and
+  columns of one document still share their reference point, and sums over
+  whole sub-blocks are only used where a document fills them.
+  """
+  wide = decay_nbhzyk.dtype
+  lower_xy = jnp.tril(jnp.ones((_SUB, _SUB), bool))
+  if masks is None:
+    ones_xy = lower_xy.astype(wide)
+    return _dot('xy,nbhzyk->nbhzxk', ones_xy, decay_nbhzyk, wide)
+  ones_nbzxy = (lower_xy & masks.near_nbzxy).astype(wide)
+  return _dot('nbzxy,nbhzyk->nbhzxk', ones_nbzxy, decay_nbhzyk, wide)
 
 
 def _tiles(x: kda_inputs.Activated, masks, dtype, bound: float) -> Tiles:
@@ -171,8 +191,7 @@ def _tiles(x: kda_inputs.Activated, masks, dtype, bound: float) -> Tiles:
   blocks = x.q.shape[3] // _SUB
   sub = lambda a: a.reshape(*a.shape[:3], blocks, _SUB, a.shape[-1])
   q_nbhzxk, k_nbhzxk, decay_nbhzyk = sub(x.q), sub(x.k), sub(x.decay)
-  ones_xy = jnp.tril(jnp.ones((_SUB, _SUB), wide))
-  local_nbhzxk = _dot('xy,nbhzyk->nbhzxk', ones_xy, decay_nbhzyk, wide)
+  local_nbhzxk = _sub_block_sums(decay_nbhzyk, masks)
   # between[z, i] sums the blocks i .. z-1; z = blocks is the chunk's end.
   z, i, j = np.indices((blocks + 1, blocks, blocks))
   between_zij = jnp.asarray((i <= j) & (j < z), wide)

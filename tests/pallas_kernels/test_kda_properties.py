@@ -158,6 +158,33 @@ def test_documents_are_isolated():
   assert testing.relative_rms(out[:, 17:48], want[:, :31]) < 1e-6
 
 
+@pytest.mark.parametrize('document', [1, 2, 3, 4, 5])
+def test_other_documents_are_untouched_bitwise(document):
+  """Whatever one document holds, the others keep every bit."""
+  arguments, cotangents = SPEC.arguments(), SPEC.cotangents()
+  ids = np.repeat([1, 2, 0, 3, 4, 0, 5], [17, 4, 2, 6, 40, 2, 9])[None]
+  arguments['segment_ids'] = jnp.asarray(ids.repeat(2, 0), jnp.int32)
+  other, rng = dict(arguments), np.random.default_rng(document)
+  own = np.asarray(arguments['segment_ids']) == document
+
+  def changed(x):
+    rows = own.reshape(*own.shape, *[1] * (x.ndim - 2))
+    return jnp.where(rows, 3 * rng.standard_normal(x.shape), x)
+
+  for name in ('q', 'k', 'v', 'gate', 'beta'):
+    other[name] = changed(arguments[name])
+  got = evaluate(other, (changed(cotangents[0]), cotangents[1]))
+  want = evaluate(arguments, cotangents)
+  for name in ('out', 'q', 'k', 'v', 'gate', 'beta'):
+    x, y = np.asarray(got[name]), np.asarray(want[name])
+    np.testing.assert_array_equal(x[~own], y[~own], name)
+    assert (x[own] != y[own]).any(), name
+  # The initial state enters the first document, the final one leaves the last.
+  for name, owner in (('initial_state', 1), ('final_state', 5)):
+    same = np.array_equal(got[name], want[name])
+    assert same == (document != owner), name
+
+
 def test_a_poisoned_sequence_harms_no_other():
   arguments = DENSE.arguments()
   base = forward(arguments, implementation='xla')
