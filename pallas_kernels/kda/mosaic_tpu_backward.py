@@ -30,7 +30,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import mosaic_tpu_forward as forward_kernel
 from pallas_kernels.kda import mosaic_tpu_tiles as tiles_lib
-from pallas_kernels.kda.mosaic_tpu_forward import Inputs, Operands, Prepared
+from pallas_kernels.kda.mosaic_tpu_forward import (
+  Inputs,
+  Operands,
+  Prepared,
+  System,
+)
 from pallas_kernels.kda.mosaic_tpu_tiles import (
   LANES,
   SUB,
@@ -40,6 +45,9 @@ from pallas_kernels.kda.mosaic_tpu_tiles import (
   dot,
   keep,
 )
+
+# Packs of heads whose operands are prepared side by side.
+_WINDOW = 4
 
 
 class Cotangents(NamedTuple):
@@ -82,13 +90,13 @@ class Rows(NamedTuple):
   decay_ck: jax.Array
 
 
-def _solve_gradients(pack, refs, static):
+def _solve_gradients(system: System, inverse_cs, refs, static):
   """`Updates` of a pack's heads, and (dP, dM) as bfloat16 weights [2 C, 128].
 
   The diagonal of dP is left out: its decay is 1 whatever the gate, so it would
   only add rounding to the gate's gradient.
   """
-  heads, attend_cs, alike_cs, inverse_cs = pack
+  heads = system.heads
   inputs, states_ref, d_out_ref, d_state_ref = refs
   prepared, masks, plan = static
   c = plan.chunk
@@ -110,7 +118,7 @@ def _solve_gradients(pack, refs, static):
   )
   update = bfloat16(dot(inverse_cs, wide))
   updates = [update[:, plan.values(i)] for i in range(len(heads))]
-  attended = dot(attend_cs, jnp.concatenate(d_outs, 1), (0, 0))
+  attended = dot(system.attend_cs, jnp.concatenate(d_outs, 1), (0, 0))
   d_updates = []
   for i, h in enumerate(heads):
     own = attended[i * c : (i + 1) * c, plan.values(i)]
@@ -130,12 +138,11 @@ def _solve_gradients(pack, refs, static):
     [products[(2 * i + j) * c :][:c] for i in range(len(heads))], plan
   )
   d_attend_cs, d_system_cs = (keep(part(j), masks.strict_cs) for j in (0, 1))
-  beta_cs = forward_kernel.packed_betas([prepared[h] for h in heads], plan)
-  weights = bfloat16(d_attend_cs), bfloat16(beta_cs * d_system_cs)
+  weights = bfloat16(d_attend_cs), bfloat16(system.beta_cs * d_system_cs)
   results = []
   for i, h in enumerate(heads):
-    lane = lax.broadcasted_iota(jnp.int32, alike_cs.shape, 1)
-    system_cs = jnp.where(lane // c == i, d_system_cs * alike_cs, 0.0)
+    lane = lax.broadcasted_iota(jnp.int32, d_system_cs.shape, 1)
+    system_cs = jnp.where(lane // c == i, d_system_cs * system.alike_cs, 0.0)
     results.append(
       _state_gradients(
         prepared[h],
@@ -354,38 +361,40 @@ def _backward_kernel(*refs, plan: Plan, has_inverse: bool):
   sums = _sum_matrices(masks, plan)
   beta_ch = forward_kernel.betas(inputs, masks, plan)
   static = masks, plan, True
-  prepared = [
-    forward_kernel.prepare(inputs, beta_ch, h, static)
-    for h in range(plan.heads)
-  ]
-  attend, alike, system = forward_kernel.systems(prepared, masks, plan)
-  if has_inverse:
-    inverses = [inverse_ref[0, 0, i] for i in range(plan.packs)]
-  else:
-    inverses = tiles_lib.inverses(system, plan)
   blocks = inputs, states_ref, d_out_ref, d_state_ref
   shared = {}
-  for pack in range(plan.packs):
-    heads = plan.pack_heads(pack)
-    updates, weights = _solve_gradients(
-      (heads, attend[pack], alike[pack], inverses[pack]),
-      blocks,
-      (prepared, masks, plan),
-    )
-    rows, columns = _pair_products([prepared[h] for h in heads], weights, plan)
-    for i, h in enumerate(heads):
-      products = rows[i], columns[i]
-      d = _row_gradients(prepared[h], updates[i], products, (masks, sums, plan))
-      _write_head(
-        h, d, updates[i], prepared[h], (grads, inputs, sums_ref, static)
+  for packs in plan.windows(_WINDOW):
+    heads = [h for pack in packs for h in plan.pack_heads(pack)]
+    prepared = {
+      h: forward_kernel.prepare(inputs, beta_ch, h, static) for h in heads
+    }
+    systems = [
+      forward_kernel.system_of(pack, prepared, masks, plan) for pack in packs
+    ]
+    if has_inverse:
+      inverses = [inverse_ref[0, 0, pack] for pack in packs]
+    else:
+      inverses = tiles_lib.inverses(
+        [s.beta_cs * s.alike_cs for s in systems], plan
       )
-      before = shared.get(h // plan.group)
-      both = d.q_ck, d.k_ck
-      if before is not None:
-        both = before[0] + both[0], before[1] + both[1]
-      shared[h // plan.group] = both
-      if h % plan.group == plan.group - 1:
-        _write_keys(h // plan.group, both, prepared[h], (grads, plan))
+    for system, inverse_cs in zip(systems, inverses):
+      updates, weights = _solve_gradients(
+        system, inverse_cs, blocks, (prepared, masks, plan)
+      )
+      own = [prepared[h] for h in system.heads]
+      products = _pair_products(own, weights, plan)
+      for i, h in enumerate(system.heads):
+        d = _row_gradients(
+          own[i], updates[i], [x[i] for x in products], (masks, sums, plan)
+        )
+        _write_head(h, d, updates[i], own[i], (grads, inputs, sums_ref, static))
+        key = h // plan.group
+        both = d.q_ck, d.k_ck
+        if key in shared:
+          both = tuple(x + y for x, y in zip(shared[key], both))
+        shared[key] = both
+        if h % plan.group == plan.group - 1:
+          _write_keys(key, shared.pop(key), own[i], (grads, plan))
 
   @pl.when(step == pl.num_programs(2) - 1)
   def _():

@@ -22,6 +22,8 @@ from pallas_kernels.kda import mosaic_tpu_tiles as tiles_lib
 from pallas_kernels.kda.mosaic_tpu_tiles import LANES, Plan, bfloat16, dot
 
 VMEM_LIMIT = 96 * 2**20
+# Packs whose triangular systems are solved side by side.
+_WINDOW = 4
 
 
 class Operands(NamedTuple):
@@ -131,26 +133,24 @@ def prepare(inputs: Inputs, beta_ch, head: int, static) -> Prepared:
   return Prepared(q_ck, k_ck, q_norm_c1, k_norm_c1, gate, tiles, beta_c1)
 
 
-def systems(prepared: list[Prepared], masks, plan: Plan):
-  """P, M and A of every pack."""
-  attend, alike, system = [], [], []
-  for pack in range(plan.packs):
-    heads = [prepared[h] for h in plan.pack_heads(pack)]
-    attend_cs, alike_cs = tiles_lib.scores(
-      [p.tiles for p in heads], masks, plan
-    )
-    beta_cs = packed_betas(heads, plan)
-    attend.append(attend_cs)
-    alike.append(alike_cs)
-    system.append(beta_cs * alike_cs)
-  return attend, alike, system
+class System(NamedTuple):
+  """The pairs of a pack's heads, all [C, 128]."""
+
+  heads: range
+  attend_cs: jax.Array  # P, bfloat16
+  alike_cs: jax.Array  # M
+  beta_cs: jax.Array  # of the row, on the lanes of the head
 
 
-def packed_betas(heads: list[Prepared], plan: Plan) -> jax.Array:
-  """Each row's beta on the lanes of its head."""
-  shape = (plan.chunk, LANES)
-  wide = [jnp.broadcast_to(p.beta_c1, shape) for p in heads]
-  return tiles_lib.own_lanes(wide, plan)
+def system_of(pack: int, prepared: dict[int, Prepared], masks, plan: Plan):
+  """The `System` of a pack."""
+  heads = plan.pack_heads(pack)
+  tiles = [prepared[h].tiles for h in heads]
+  attend_cs, alike_cs = tiles_lib.scores(tiles, masks, plan)
+  wide = [
+    jnp.broadcast_to(prepared[h].beta_c1, (plan.chunk, LANES)) for h in heads
+  ]
+  return System(heads, attend_cs, alike_cs, tiles_lib.own_lanes(wide, plan))
 
 
 def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
@@ -171,49 +171,57 @@ def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
   )
   beta_ch = betas(inputs, masks, plan)
   static = masks, plan, False
-  prepared = [prepare(inputs, beta_ch, h, static) for h in range(plan.heads)]
-  attend, _, system = systems(prepared, masks, plan)
-  inverses = tiles_lib.inverses(system, plan)
-  for pack in range(plan.packs):
-    heads = plan.pack_heads(pack)
-    if inverse_ref is not None:
-      inverse_ref[0, 0, pack] = inverses[pack]
-    reads, errors = [], []
-    for h in heads:
-      low_state = bfloat16(state_ref[h])
-      if states_ref is not None:
-        states_ref[0, 0, h] = low_state
-      p = prepared[h]
-      read = [p.tiles.read_ck] if outputs.out else []
-      left = jnp.concatenate([p.tiles.erase_ck, *read], 0)
-      seen = dot(left, low_state, (1, 1))
-      v_cv = inputs.v[0, :, plan.values(h)].astype(jnp.float32)
-      v_cv = tiles_lib.keep(v_cv, masks.valid_c1)
-      if outputs.affine:
-        zeros_ck = jnp.zeros((plan.chunk, plan.key_dim), jnp.float32)
-        v_cv = jnp.concatenate([v_cv, zeros_ck], 1)
-      errors.append(bfloat16(p.beta_c1 * (v_cv - seen[: plan.chunk])))
-      reads.append(seen[plan.chunk :])
-    update = bfloat16(
-      dot(inverses[pack], tiles_lib.block_diagonal(errors, plan))
+  for packs in plan.windows(_WINDOW):
+    heads = [h for pack in packs for h in plan.pack_heads(pack)]
+    prepared = {h: prepare(inputs, beta_ch, h, static) for h in heads}
+    systems = [system_of(pack, prepared, masks, plan) for pack in packs]
+    inverses = tiles_lib.inverses(
+      [s.beta_cs * s.alike_cs for s in systems], plan
     )
-    width = errors[0].shape[1]
-    parts = [update[:, i * width :][:, :width] for i in range(len(heads))]
-    if out_ref is not None:
-      seen = dot(attend[pack], tiles_lib.block_diagonal(parts, plan))
-      out = jnp.concatenate(reads, 1) + seen
-      columns = slice(
-        heads[0] * plan.value_dim, (heads[-1] + 1) * plan.value_dim
-      )
-      out_ref[0, :, columns] = out.astype(out_ref.dtype)
-    for h, update_cv in zip(heads, parts):
-      t = prepared[h].tiles
-      written = dot(update_cv, bfloat16(t.write_ck), (0, 0))
-      state_ref[h] = t.gamma_1k * state_ref[h] + written
+    for pack, system, inverse_cs in zip(packs, systems, inverses):
+      if inverse_ref is not None:
+        inverse_ref[0, 0, pack] = inverse_cs
+      blocks = inputs, state_ref, out_ref, states_ref
+      _scan_step(system, inverse_cs, blocks, (prepared, masks, plan, outputs))
 
   @pl.when(step == pl.num_programs(2) - 1)
   def _():
     final_ref[0] = state_ref[...]
+
+
+def _scan_step(system: System, inverse_cs, blocks, static):
+  """Output of a pack's heads, and their states after the chunk."""
+  inputs, state_ref, out_ref, states_ref = blocks
+  prepared, masks, plan, outputs = static
+  heads = system.heads
+  reads, errors = [], []
+  for h in heads:
+    low_state = bfloat16(state_ref[h])
+    if states_ref is not None:
+      states_ref[0, 0, h] = low_state
+    p = prepared[h]
+    read = [p.tiles.read_ck] if outputs.out else []
+    left = jnp.concatenate([p.tiles.erase_ck, *read], 0)
+    seen = dot(left, low_state, (1, 1))
+    v_cv = inputs.v[0, :, plan.values(h)].astype(jnp.float32)
+    v_cv = tiles_lib.keep(v_cv, masks.valid_c1)
+    if outputs.affine:
+      zeros_ck = jnp.zeros((plan.chunk, plan.key_dim), jnp.float32)
+      v_cv = jnp.concatenate([v_cv, zeros_ck], 1)
+    errors.append(bfloat16(p.beta_c1 * (v_cv - seen[: plan.chunk])))
+    reads.append(seen[plan.chunk :])
+  update = bfloat16(dot(inverse_cs, tiles_lib.block_diagonal(errors, plan)))
+  width = errors[0].shape[1]
+  parts = [update[:, i * width :][:, :width] for i in range(len(heads))]
+  if out_ref is not None:
+    seen = dot(system.attend_cs, tiles_lib.block_diagonal(parts, plan))
+    out = jnp.concatenate(reads, 1) + seen
+    columns = slice(heads[0] * plan.value_dim, (heads[-1] + 1) * plan.value_dim)
+    out_ref[0, :, columns] = out.astype(out_ref.dtype)
+  for h, update_cv in zip(heads, parts):
+    t = prepared[h].tiles
+    written = dot(update_cv, bfloat16(t.write_ck), (0, 0))
+    state_ref[h] = t.gamma_1k * state_ref[h] + written
 
 
 def _identity(plan: Plan) -> jax.Array:

@@ -65,6 +65,11 @@ class Plan(NamedTuple):
   def pack_heads(self, pack: int) -> range:
     return range(pack * self.pack, min(self.heads, (pack + 1) * self.pack))
 
+  def windows(self, size: int) -> list[range]:
+    """Packs by `size` at a time."""
+    starts = range(0, self.packs, size)
+    return [range(i, min(i + size, self.packs)) for i in starts]
+
   def keys(self, head: int) -> slice:
     return slice(head * self.key_dim, (head + 1) * self.key_dim)
 
