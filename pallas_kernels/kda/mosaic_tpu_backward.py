@@ -69,15 +69,23 @@ class Gradients(NamedTuple):
   initial_state: jax.Array  # [B, HV, V, K] float32
 
 
+class Solved(NamedTuple):
+  """One head's triangular solve, and the gradient before it."""
+
+  error_cv: jax.Array  # E
+  update_cv: jax.Array  # U, bfloat16
+  d_out_cv: jax.Array  # bfloat16
+  d_r_cv: jax.Array
+
+
 class Updates(NamedTuple):
   """Gradients of one head around its triangular solve."""
 
-  update_cv: jax.Array  # U, bfloat16
   d_v_cv: jax.Array
   d_beta_c1: jax.Array
   own_c1: jax.Array  # diagonal of dP
   d_read_ck: jax.Array  # of q exp(G)
-  d_erase_ck: jax.Array  # of k exp(G)
+  d_erase_ck: jax.Array  # of -k exp(G)
   d_write_ck: jax.Array  # of k exp(G_C - G)
   through_1k: jax.Array  # of G_C by way of the decay of the state
 
@@ -90,101 +98,118 @@ class Rows(NamedTuple):
   decay_ck: jax.Array
 
 
-def _solve_gradients(system: System, inverse_cs, refs, static):
-  """`Updates` of a pack's heads, and (dP, dM) as bfloat16 weights [2 C, 128].
+def _solve(systems: list[System], inverses, refs, static) -> dict[int, Solved]:
+  """The triangular solve and its gradient, for every head of the systems.
 
-  The diagonal of dP is left out: its decay is 1 whatever the gate, so it would
-  only add rounding to the gate's gradient.
+  Each step is done for all heads before the next: the compiler then finds work
+  of other heads for the time that a product takes.
   """
-  heads = system.heads
   inputs, states_ref, d_out_ref, d_state_ref = refs
   prepared, masks, plan = static
   c = plan.chunk
   columns = lambda ref, h: ref[0, :, plan.values(h)]
-  errors, d_outs, low_states, low_d_states = [], [], [], []
-  for h in heads:
-    state_vk = states_ref[0, 0, h]
+  errors, d_outs, updates, d_updates, solved = {}, {}, {}, {}, {}
+  for h in (h for s in systems for h in s.heads):
     v_cv = keep(columns(inputs.v, h).astype(jnp.float32), masks.valid_c1)
-    seen_cv = dot(prepared[h].tiles.erase_ck, state_vk, (1, 1))
-    errors.append(v_cv - seen_cv)
-    d_out_cv = columns(d_out_ref, h)
+    erase_ck = prepared[h].tiles.erase_ck
+    errors[h] = v_cv + dot(erase_ck, states_ref[0, 0, h], (1, 1))
+    d_outs[h] = columns(d_out_ref, h)
     if plan.segmented:
-      d_out_cv = bfloat16(keep(d_out_cv.astype(jnp.float32), masks.valid_c1))
-    d_outs.append(d_out_cv)
-    low_states.append(state_vk)
-    low_d_states.append(bfloat16(d_state_ref[h]))
-  wide = tiles_lib.block_diagonal(
-    [bfloat16(prepared[h].beta_c1 * e) for h, e in zip(heads, errors)], plan
-  )
-  update = bfloat16(dot(inverse_cs, wide))
-  updates = [update[:, plan.values(i)] for i in range(len(heads))]
-  attended = dot(system.attend_cs, jnp.concatenate(d_outs, 1), (0, 0))
-  d_updates = []
-  for i, h in enumerate(heads):
-    own = attended[i * c : (i + 1) * c, plan.values(i)]
-    write_ck = bfloat16(prepared[h].tiles.write_ck)
-    d_updates.append(bfloat16(own + dot(write_ck, low_d_states[i], (1, 1))))
-  solved = dot(inverse_cs, jnp.concatenate(d_updates, 1), (0, 0))
-  d_errors = [
-    solved[i * c : (i + 1) * c, plan.values(i)] for i in range(len(heads))
-  ]
-  pairs = []
-  for d_out_cv, d_r_cv in zip(d_outs, d_errors):
-    pairs += [d_out_cv, bfloat16(-d_r_cv)]
-  products = dot(
-    jnp.concatenate(pairs, 0), tiles_lib.stacked(updates, plan), (1, 1)
-  )
+      wide = keep(d_outs[h].astype(jnp.float32), masks.valid_c1)
+      d_outs[h] = bfloat16(wide)
+  for s, inverse_cs in zip(systems, inverses):
+    right = [bfloat16(prepared[h].beta_c1 * errors[h]) for h in s.heads]
+    update = bfloat16(dot(inverse_cs, tiles_lib.block_diagonal(right, plan)))
+    updates |= {h: update[:, plan.values(i)] for i, h in enumerate(s.heads)}
+  own = lambda both, i: both[i * c : (i + 1) * c, plan.values(i)]
+  for s in systems:
+    right = jnp.concatenate([d_outs[h] for h in s.heads], 1)
+    attended = dot(s.attend_cs, right, (0, 0))
+    for i, h in enumerate(s.heads):
+      write_ck = bfloat16(prepared[h].tiles.write_ck)
+      written_cv = dot(write_ck, bfloat16(d_state_ref[h]), (1, 1))
+      d_updates[h] = bfloat16(own(attended, i) + written_cv)
+  for s, inverse_cs in zip(systems, inverses):
+    right = jnp.concatenate([d_updates[h] for h in s.heads], 1)
+    both = dot(inverse_cs, right, (0, 0))
+    for i, h in enumerate(s.heads):
+      solved[h] = Solved(errors[h], updates[h], d_outs[h], own(both, i))
+  return solved
+
+
+def _pair_gradients(system: System, solved: dict[int, Solved], static):
+  """(dP, dM) in bfloat16 and -dA, all [C, 128].
+
+  The diagonal of dP is left out: its decay is 1 whatever the gate, so it would
+  only add rounding to the gate's gradient.
+  """
+  masks, plan = static
+  c, heads = plan.chunk, system.heads
+  left = []
+  for h in heads:
+    left += [solved[h].d_out_cv, bfloat16(solved[h].d_r_cv)]
+  right = tiles_lib.stacked([solved[h].update_cv for h in heads], plan)
+  products = dot(jnp.concatenate(left, 0), right, (1, 1))
   part = lambda j: tiles_lib.own_lanes(
     [products[(2 * i + j) * c :][:c] for i in range(len(heads))], plan
   )
-  d_attend_cs, d_system_cs = (keep(part(j), masks.strict_cs) for j in (0, 1))
-  weights = bfloat16(d_attend_cs), bfloat16(system.beta_cs * d_system_cs)
-  results = []
-  for i, h in enumerate(heads):
-    lane = lax.broadcasted_iota(jnp.int32, d_system_cs.shape, 1)
-    system_cs = jnp.where(lane // c == i, d_system_cs * system.alike_cs, 0.0)
-    results.append(
-      _state_gradients(
-        prepared[h],
-        (updates[i], d_outs[i], d_errors[i], errors[i], system_cs),
-        (low_states[i], d_state_ref.at[h], low_d_states[i]),
-      )
-    )
-  return results, weights
+  d_attend_cs, minus_d_a_cs = (keep(part(j), masks.strict_cs) for j in (0, 1))
+  d_alike_cs = -system.beta_cs * minus_d_a_cs
+  return (bfloat16(d_attend_cs), bfloat16(d_alike_cs)), minus_d_a_cs
 
 
-def _state_gradients(p: Prepared, values, states) -> Updates:
-  """One head's gradients by way of the states; updates dS in place."""
-  update_cv, d_out_cv, d_r_cv, error_cv, system_cs = values
-  state_vk, d_state_ref, low_d_state_vk = states
-  chunk = update_cv.shape[0]
-  d_beta_c1 = jnp.sum(d_r_cv * error_cv, 1, keepdims=True) + jnp.sum(
-    system_cs, 1, keepdims=True
-  )
-  d_v_cv = p.beta_c1 * d_r_cv
-  own_c1 = jnp.sum(
-    d_out_cv.astype(jnp.float32) * update_cv.astype(jnp.float32),
-    1,
-    keepdims=True,
-  )
-  both = jnp.concatenate([d_out_cv, bfloat16(-d_v_cv)], 0)
+def _state_gradients(p: Prepared, s: Solved, d_beta_cs, states) -> Updates:
+  """One head's gradients by way of the states; updates dS in place.
+
+  d_beta_cs: terms of the gradient of beta by way of A, negative.
+  """
+  state_vk, d_state_ref = states
+  chunk = s.update_cv.shape[0]
+  d_beta_cv = s.d_r_cv * s.error_cv
+  total = lambda x: jnp.sum(x, 1, keepdims=True)
+  if d_beta_cv.shape == d_beta_cs.shape:
+    d_beta_c1 = total(d_beta_cv - d_beta_cs)
+  else:
+    d_beta_c1 = total(d_beta_cv) - total(d_beta_cs)
+  d_v_cv = p.beta_c1 * s.d_r_cv
+  wide = lambda x: x.astype(jnp.float32)
+  own_c1 = total(wide(s.d_out_cv) * wide(s.update_cv))
+  both = jnp.concatenate([s.d_out_cv, bfloat16(d_v_cv)], 0)
   d_states_ck = dot(both, state_vk)
   d_state_vk = d_state_ref[...]
+  d_write_ck = dot(s.update_cv, bfloat16(d_state_vk))
   through_1k = p.tiles.gamma_1k * jnp.sum(
-    state_vk.astype(jnp.float32) * d_state_vk, 0, keepdims=True
+    wide(state_vk) * d_state_vk, 0, keepdims=True
   )
   seen = jnp.concatenate([p.tiles.read_ck, p.tiles.erase_ck], 0)
   d_state_ref[...] = p.tiles.gamma_1k * d_state_vk + dot(both, seen, (0, 0))
   return Updates(
-    update_cv,
     d_v_cv,
     d_beta_c1,
     own_c1,
     d_states_ck[:chunk],
     d_states_ck[chunk:],
-    dot(update_cv, low_d_state_vk),
+    d_write_ck,
     through_1k,
   )
+
+
+def _updates(
+  system: System, solved, minus_d_a_cs, static
+) -> dict[int, Updates]:
+  """`Updates` of a pack's heads."""
+  prepared, states_ref, d_state_ref, plan = static
+  d_beta_cs = minus_d_a_cs * system.alike_cs
+  lane = lax.broadcasted_iota(jnp.int32, d_beta_cs.shape, 1)
+  return {
+    h: _state_gradients(
+      prepared[h],
+      solved[h],
+      jnp.where(lane // plan.chunk == i, d_beta_cs, 0.0),
+      (states_ref[0, 0, h], d_state_ref.at[h]),
+    )
+    for i, h in enumerate(system.heads)
+  }
 
 
 def _pair_products(heads: list[Prepared], weights, plan: Plan):
@@ -266,10 +291,10 @@ def _row_gradients(p: Prepared, u: Updates, products, static) -> Rows:
   read_ck, erase_ck = head_ck * u.d_read_ck, head_ck * u.d_erase_ck
   tail_ck = keep(stack(_tails(t, plan)), masks.leaving_c1)
   written_ck = tail_ck * u.d_write_ck
-  d_sum_ck = stack(d_sums) - d_column + p.q_ck * read_ck + p.k_ck * erase_ck
+  d_sum_ck = stack(d_sums) - d_column + p.q_ck * read_ck - p.k_ck * erase_ck
   return Rows(
     stack(pair_q) + read_ck + u.own_c1 * p.k_ck,
-    stack(pair_k) + column_k + erase_ck + written_ck + u.own_c1 * p.q_ck,
+    stack(pair_k) + column_k - erase_ck + written_ck + u.own_c1 * p.q_ck,
     _gate_sums(d_sum_ck, p.k_ck * written_ck, sums, plan) + u.through_1k,
   )
 
@@ -361,7 +386,6 @@ def _backward_kernel(*refs, plan: Plan, has_inverse: bool):
   sums = _sum_matrices(masks, plan)
   beta_ch = forward_kernel.betas(inputs, masks, plan)
   static = masks, plan, True
-  blocks = inputs, states_ref, d_out_ref, d_state_ref
   shared = {}
   for packs in plan.windows(_WINDOW):
     heads = [h for pack in packs for h in plan.pack_heads(pack)]
@@ -377,24 +401,30 @@ def _backward_kernel(*refs, plan: Plan, has_inverse: bool):
       inverses = tiles_lib.inverses(
         [s.beta_cs * s.alike_cs for s in systems], plan
       )
-    for system, inverse_cs in zip(systems, inverses):
-      updates, weights = _solve_gradients(
-        system, inverse_cs, blocks, (prepared, masks, plan)
-      )
-      own = [prepared[h] for h in system.heads]
-      products = _pair_products(own, weights, plan)
+    refs = inputs, states_ref, d_out_ref, d_state_ref
+    solved = _solve(systems, inverses, refs, (prepared, masks, plan))
+    pairs = [_pair_gradients(s, solved, (masks, plan)) for s in systems]
+    updates = {}
+    for system, (_, minus_d_a_cs) in zip(systems, pairs):
+      states = prepared, states_ref, d_state_ref, plan
+      updates |= _updates(system, solved, minus_d_a_cs, states)
+    products = [
+      _pair_products([prepared[h] for h in system.heads], weights, plan)
+      for system, (weights, _) in zip(systems, pairs)
+    ]
+    for system, sums_of_pairs in zip(systems, products):
       for i, h in enumerate(system.heads):
-        d = _row_gradients(
-          own[i], updates[i], [x[i] for x in products], (masks, sums, plan)
-        )
-        _write_head(h, d, updates[i], own[i], (grads, inputs, sums_ref, static))
+        own = prepared[h]
+        rows = [x[i] for x in sums_of_pairs]
+        d = _row_gradients(own, updates[h], rows, (masks, sums, plan))
+        _write_head(h, d, updates[h], own, (grads, inputs, sums_ref, static))
         key = h // plan.group
         both = d.q_ck, d.k_ck
         if key in shared:
           both = tuple(x + y for x, y in zip(shared[key], both))
         shared[key] = both
         if h % plan.group == plan.group - 1:
-          _write_keys(key, shared.pop(key), own[i], (grads, plan))
+          _write_keys(key, shared.pop(key), own, (grads, plan))
 
   @pl.when(step == pl.num_programs(2) - 1)
   def _():

@@ -178,23 +178,27 @@ def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
     inverses = tiles_lib.inverses(
       [s.beta_cs * s.alike_cs for s in systems], plan
     )
-    for pack, system, inverse_cs in zip(packs, systems, inverses):
-      if inverse_ref is not None:
+    if inverse_ref is not None:
+      for pack, inverse_cs in zip(packs, inverses):
         inverse_ref[0, 0, pack] = inverse_cs
-      blocks = inputs, state_ref, out_ref, states_ref
-      _scan_step(system, inverse_cs, blocks, (prepared, masks, plan, outputs))
+    blocks = inputs, state_ref, out_ref, states_ref
+    _scan(systems, inverses, blocks, (prepared, masks, plan, outputs))
 
   @pl.when(step == pl.num_programs(2) - 1)
   def _():
     final_ref[0] = state_ref[...]
 
 
-def _scan_step(system: System, inverse_cs, blocks, static):
-  """Output of a pack's heads, and their states after the chunk."""
+def _scan(systems: list[System], inverses, blocks, static):
+  """Outputs of the chunk, and the states after it.
+
+  Each step is done for all packs before the next: the compiler then finds work
+  of other heads for the time that a product takes.
+  """
   inputs, state_ref, out_ref, states_ref = blocks
   prepared, masks, plan, outputs = static
-  heads = system.heads
-  reads, errors = [], []
+  heads = [h for s in systems for h in s.heads]
+  errors, reads = {}, {}
   for h in heads:
     low_state = bfloat16(state_ref[h])
     if states_ref is not None:
@@ -208,20 +212,29 @@ def _scan_step(system: System, inverse_cs, blocks, static):
     if outputs.affine:
       zeros_ck = jnp.zeros((plan.chunk, plan.key_dim), jnp.float32)
       v_cv = jnp.concatenate([v_cv, zeros_ck], 1)
-    errors.append(bfloat16(p.beta_c1 * (v_cv - seen[: plan.chunk])))
-    reads.append(seen[plan.chunk :])
-  update = bfloat16(dot(inverse_cs, tiles_lib.block_diagonal(errors, plan)))
-  width = errors[0].shape[1]
-  parts = [update[:, i * width :][:, :width] for i in range(len(heads))]
-  if out_ref is not None:
+    errors[h] = bfloat16(p.beta_c1 * (v_cv + seen[: plan.chunk]))
+    reads[h] = seen[plan.chunk :]
+  updates = []
+  for system, inverse_cs in zip(systems, inverses):
+    right = [errors[h] for h in system.heads]
+    updates.append(
+      bfloat16(dot(inverse_cs, tiles_lib.block_diagonal(right, plan)))
+    )
+  width = errors[heads[0]].shape[1]
+  for system, update in zip(systems, updates):
+    parts = [
+      update[:, i * width :][:, :width] for i in range(len(system.heads))
+    ]
+    for h, update_cv in zip(system.heads, parts):
+      t = prepared[h].tiles
+      written = dot(update_cv, bfloat16(t.write_ck), (0, 0))
+      state_ref[h] = t.gamma_1k * state_ref[h] + written
+    if out_ref is None:
+      continue
     seen = dot(system.attend_cs, tiles_lib.block_diagonal(parts, plan))
-    out = jnp.concatenate(reads, 1) + seen
-    columns = slice(heads[0] * plan.value_dim, (heads[-1] + 1) * plan.value_dim)
-    out_ref[0, :, columns] = out.astype(out_ref.dtype)
-  for h, update_cv in zip(heads, parts):
-    t = prepared[h].tiles
-    written = dot(update_cv, bfloat16(t.write_ck), (0, 0))
-    state_ref[h] = t.gamma_1k * state_ref[h] + written
+    for i, h in enumerate(system.heads):
+      out_cv = reads[h] + seen[:, plan.values(i)]
+      out_ref[0, :, plan.values(h)] = out_cv.astype(out_ref.dtype)
 
 
 def _identity(plan: Plan) -> jax.Array:

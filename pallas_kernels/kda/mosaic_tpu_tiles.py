@@ -107,7 +107,7 @@ class Tiles(NamedTuple):
   decays: tuple[jax.Array, ...]  # exp(G_end - G_start) [1, K] per sub-block
   starts: tuple[jax.Array, ...]  # exp(G_start - offset) [1, K]
   read_ck: jax.Array  # q exp(G), bfloat16
-  erase_ck: jax.Array  # k exp(G), bfloat16
+  erase_ck: jax.Array  # -k exp(G), bfloat16
   write_ck: jax.Array  # k exp(G_C - G), float32
   gamma_1k: jax.Array  # exp(G_C)
 
@@ -230,7 +230,7 @@ def tiles(q_ck, k_ck, decay_ck, masks: Masks, plan: Plan) -> Tiles:
     left.append(bfloat16(jnp.concatenate([q_xk, k_xk], 0)))
     right.append(bfloat16(running))
     read.append(q_xk * start_1k)
-    erase.append(k_xk * start_1k)
+    erase.append(k_xk * -start_1k)
     left_scale.append(scale_xk)
     right_scale.append(inverse_xk)
     decays.append(decay_1k)
