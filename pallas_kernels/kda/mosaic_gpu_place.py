@@ -78,7 +78,6 @@ class Tiles:
   key: warp.Word
   gate: warp.Word
   scores: warp.Word
-  earlier: warp.Word  # [4, 3, 128] bfloat16, where W will be
   norms: warp.Word  # [2, 64]: of queries, of keys
   totals: warp.Word  # [4, 128]
   beta: warp.Word  # [64]

@@ -30,15 +30,16 @@ Shared memory: the query, key and gate tiles are overwritten in place, each warp
 its own rows, by scaled queries, scaled keys and inversely scaled keys. Later
 the key tile carries blocks of T from warp to warp (its first half is then T),
 the query tile holds T diag(beta) in two bfloat16 parts and the gate tile k^.
-Three more tiles stage Q, where P was, and W, so that the copies of the next
-chunk can start when the last products have read their operands.
+W is staged where k^ was and Q where P was. A second gate tile takes the next
+chunk's gates early; its queries and keys come when the last products have read
+their operands, which its work on the gates then hides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -190,6 +191,7 @@ class Factors:
     earlier: words of exp2(reference - that of an earlier sub-block), by
       distance from 1.
     whole: gamma.
+    rest: of the chunk's decay, what the rounded end leaves out.
   """
 
   shift: list[warp.Real]
@@ -197,6 +199,7 @@ class Factors:
   leaving: list[warp.Word]
   earlier: list[list[warp.Word]]
   whole: list[warp.Real]
+  rest: list[warp.Real]
 
 
 def _block_factors(place: Place, tiles: Tiles, decay, offset: int) -> Factors:
@@ -224,6 +227,7 @@ def _block_factors(place: Place, tiles: Tiles, decay, offset: int) -> Factors:
     ),
     earlier=earlier,
     whole=[warp.exp2(x) for x in sums[-1]],
+    rest=_differences(sums[-1], references[-1]),
   )
 
 
@@ -339,7 +343,7 @@ def _write_gamma(place: Place, tiles: Tiles, whole, gamma: ir.Value):
 
 
 def _end_rows(place: Place, tiles: Tiles, factors: Factors):
-  """k^ over the inversely scaled keys, but for a factor left in `totals`."""
+  """k^ over the inversely scaled keys, but for the factor `rest`."""
   leaves = _masks(place, tiles, LEAVES)
   for first in range(0, 16, 8):
     addresses = [place.token(tiles.gate, first + j) for j in range(8)]
@@ -351,13 +355,11 @@ def _end_rows(place: Place, tiles: Tiles, factors: Factors):
       warp.store(*addresses[j], words)
 
 
-def _share_rest(place: Place, tiles: Tiles):
-  """What rounding left out of the chunk's decay, for W, in place of norms."""
-  sums, references = _references(place, tiles)
-  rest = [warp.exp2(x) for x in _differences(sums[-1], references[-1])]
+def _share_rest(place: Place, tiles: Tiles, rest):
+  """Stores the factor of W's channels, in place of norms."""
   address = warp.add(tiles.norms, warp.shift_left(place.lane, 4))
   first = warp.compare(place.block, 'eq', 0)
-  warp.store(address, 0, rest, predicate=first)
+  warp.store(address, 0, [warp.exp2(x) for x in rest], predicate=first)
 
 
 def _gate_affine(place: Place, affine: ir.Value):
@@ -369,22 +371,20 @@ def _gate_affine(place: Place, affine: ir.Value):
   return slope, warp.load_global(address, 4 * WIDTH, 4)
 
 
-def _emit(options: Options, tiles: Tiles, affine: ir.Value, outputs):
-  """The work of one warpgroup on one chunk, up to the tiles of P, T and k^."""
+def _emit(options: Options, tiles: Tiles, decay, outputs):
+  """What follows the gate, up to the tiles of P, T and k^."""
   place = Place()
-  if options.activate_gate:
-    affine = _gate_affine(place, affine)
+  decay = [decay[4 * j : 4 * j + 4] for j in range(16)]
   if options.normalize_qk:
     _inverse_norms(place, tiles, options.scale)
-  decay = _cumulative_decay(place, tiles, affine, options)
   rows = [Rows(place, ref) for ref in outputs[:2]]
   factors = _scale_rows(place, tiles, decay, (*rows, outputs[2]), options)
-  blocks.share_factors(place, tiles, factors.earlier)
   utils.warp_barrier()
   a = blocks.tile_products(place, tiles, 0)
   rows = [blocks.diagonal_inverse(place, a)]
   utils.warpgroup_barrier()
-  _share_rest(place, tiles)
+  _share_rest(place, tiles, factors.rest)
+  blocks.share_factors(place, tiles, factors.earlier)
   for distance in range(1, BLOCKS):
     rows.append(blocks.tile_products(place, tiles, distance))
   inverse = blocks.invert(place, tiles, rows, options.save_inverse)
@@ -393,68 +393,128 @@ def _emit(options: Options, tiles: Tiles, affine: ir.Value, outputs):
 
 
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-# Tiles [64, 64] of one chunk: query, key, gate and W by halves, P and then Q.
-_QUERY, _KEY, _GATE, _UPDATE, _SCORES, _TILES = 0, 2, 4, 6, 8, 9
-# Offsets, in words, of the vectors that share one buffer.
-_NORMS, _TOTALS, _BETA, _FLAGS = 0, 128, 640, 704
+# Tiles [64, 64] of one chunk: query and key by halves; gate by halves, twice,
+# since the next chunk's gates arrive beside k^ and W of this one; P and then Q.
+_QUERY, _KEY, _GATE, _SCORES, _TILES = 0, 2, 4, 8, 9
+# Offsets, in words, of the vectors that share one buffer; flags come twice.
+_NORMS, _TOTALS, _BETA, _FLAGS, _WORDS = 0, 128, 640, 704, 832
 _REST = _NORMS
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+_CARRIED = (CHUNK, WIDTH)
 
 
-def _chunk(tiles_s, vectors_s, affine, outputs, options: Options):
-  """Calls `_emit` on a chunk's references from the surrounding kernel."""
-  plain = plgpu.RefType()
+def _local(options: Options, tiles, gate, vectors, flags) -> Tiles:
+  """Addresses from references."""
+  tiles, gate, vectors, flags = [
+    warp.shared_address(ref) for ref in (tiles, gate, vectors, flags)
+  ]
+  query, key, scores = [
+    warp.add(tiles, i * HALF) for i in (_QUERY, _KEY, _SCORES)
+  ]
+  norms, totals, beta = [
+    warp.add(vectors, 4 * i) for i in (_NORMS, _TOTALS, _BETA)
+  ]
+  flags = flags if options.masked else None
+  return Tiles(query, key, gate, scores, norms, totals, beta, flags)
+
+
+def _gates(options: Options, local, affine) -> jax.Array:
+  """Calls `_cumulative_decay`; the result only carries registers."""
+  tile, plain = plgpu.RefType(_TRANSFORMS), plgpu.RefType()
+  layout = plgpu.Layout.WG_STRIDED(_CARRIED, vec_size=1)
 
   @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(_TRANSFORMS), plain, plain, (plain,) * 3)
+    arg_types=((tile, tile, plain, plain), plain),
+    return_type=plgpu.ShapeDtypeStruct(_CARRIED, jnp.float32, layout=layout),
   )
-  def prepare(ctx, tiles, vectors, affine, outputs):
+  def gates(ctx, local, affine):
     del ctx
-    tiles, vectors = warp.shared_address(tiles), warp.shared_address(vectors)
-    query, key, gate, scores, earlier = [
-      warp.add(tiles, i * HALF) for i in (_QUERY, _KEY, _GATE, _SCORES, _UPDATE)
-    ]
-    norms, totals, beta, flags = [
-      warp.add(vectors, 4 * i) for i in (_NORMS, _TOTALS, _BETA, _FLAGS)
-    ]
-    flags = flags if options.masked else None
-    tiles = Tiles(query, key, gate, scores, earlier, norms, totals, beta, flags)
-    _emit(options, tiles, affine, outputs)
+    place = Place()
+    affine = _gate_affine(place, affine) if options.activate_gate else None
+    tiles = _local(options, *local)
+    rows = _cumulative_decay(place, tiles, affine, options)
+    return warp.carry([x for row in rows for x in row], _CARRIED)
 
-  prepare(tiles_s, vectors_s, affine, outputs)
+  return gates(local, affine)
 
 
-def _fetch(options: Options, place, refs):
-  """Starts the copies of a chunk's inputs, queries and keys on barrier 0."""
-  outer, (tiles_s, vectors_s), (rows_arrived, rest_arrived) = refs
+def _operands(options: Options, local, decay, outputs):
+  """Calls `_emit`."""
+  tile, plain = plgpu.RefType(_TRANSFORMS), plgpu.RefType()
+  layout = plgpu.Layout.WG_STRIDED(_CARRIED, vec_size=1)
+
+  @plgpu.inline_mgpu(
+    arg_types=((tile, tile, plain, plain), layout, (plain,) * 3)
+  )
+  def operands(ctx, local, decay, outputs):
+    del ctx
+    _emit(options, _local(options, *local), warp.carried(decay), outputs)
+
+  operands(local, decay, outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+  """What one warpgroup works with while it is at one chunk.
+
+  Attributes:
+    tiles, vectors: its shared memory.
+    rows_arrived, gate_arrived: barriers.
+    slot: which of the two places holds this chunk's gates and flags, 0 or 1.
+  """
+
+  tiles: Any
+  vectors: Any
+  rows_arrived: Any
+  gate_arrived: Any
+  slot: Any
+
+  def gate(self, half: int = 0, *, following: bool = False):
+    slot = 1 - self.slot if following else self.slot
+    return self.tiles.at[_GATE + 2 * slot + half]
+
+  def flags(self, *, following: bool = False):
+    slot = 1 - self.slot if following else self.slot
+    return self.vectors.at[pl.ds(_FLAGS + CHUNK * slot, CHUNK)]
+
+
+def _fetch_gate(options: Options, place, outer, own: Owned, following: bool):
+  """Starts the copies of a chunk's gates and flags."""
+  b, head, _, n = place
+  tokens = pl.ds(n * CHUNK, CHUNK)
+  for half in range(2):
+    source = outer['gate'].at[b, tokens, head, pl.ds(64 * half, 64)]
+    dest = own.gate(half, following=following)
+    plgpu.copy_gmem_to_smem(source, dest, own.gate_arrived)
+  if options.masked:
+    dest = own.flags(following=following)
+    source = outer['flags'].at[b, tokens]
+    plgpu.copy_gmem_to_smem(source, dest, own.gate_arrived)
+
+
+def _fetch_rows(place, outer, own: Owned):
+  """Starts the copies of a chunk's queries, keys and betas."""
   b, head, key_head, n = place
   tokens = pl.ds(n * CHUNK, CHUNK)
-  for name, h, first, arrived in (
-    ('q', key_head, _QUERY, rows_arrived),
-    ('k', key_head, _KEY, rows_arrived),
-    ('gate', head, _GATE, rest_arrived),
-  ):
+  for name, first in (('q', _QUERY), ('k', _KEY)):
     for half in range(2):
-      source = outer[name].at[b, tokens, h, pl.ds(64 * half, 64)]
-      plgpu.copy_gmem_to_smem(source, tiles_s.at[first + half], arrived)
-  beta = outer['beta'].at[b, head, tokens]
-  dest = vectors_s.at[pl.ds(_BETA, CHUNK)]
-  plgpu.copy_gmem_to_smem(beta, dest, rest_arrived)
-  if options.masked:
-    dest = vectors_s.at[pl.ds(_FLAGS, CHUNK)]
-    plgpu.copy_gmem_to_smem(outer['flags'].at[b, tokens], dest, rest_arrived)
+      source = outer[name].at[b, tokens, key_head, pl.ds(64 * half, 64)]
+      dest = own.tiles.at[first + half]
+      plgpu.copy_gmem_to_smem(source, dest, own.rows_arrived)
+  dest = own.vectors.at[pl.ds(_BETA, CHUNK)]
+  source = outer['beta'].at[b, head, tokens]
+  plgpu.copy_gmem_to_smem(source, dest, own.rows_arrived)
 
 
-def _apply_inverse(tiles_s, vectors_s):
+def _apply_inverse(own: Owned):
   """The halves of W and Q, from T diag(beta) in two parts, k^ and P."""
 
   def products(*accumulators):
     for part in range(2):
-      inverse = tiles_s.at[_QUERY + part]
+      inverse = own.tiles.at[_QUERY + part]
       for half in range(2):
-        end_key = tiles_s.at[_GATE + half]
-        plgpu.wgmma(accumulators[half], inverse.T, end_key)
-      plgpu.wgmma(accumulators[2], tiles_s.at[_SCORES], inverse)
+        plgpu.wgmma(accumulators[half], inverse.T, own.gate(half))
+      plgpu.wgmma(accumulators[2], own.tiles.at[_SCORES], inverse)
     return tuple(acc[...] for acc in accumulators)
 
   tile = plgpu.ACC((CHUNK, 64), jnp.float32)
@@ -462,57 +522,67 @@ def _apply_inverse(tiles_s, vectors_s):
     pl.run_scoped(products, tile, tile, tile)
   )
   for half in range(2):
-    rest = vectors_s.at[pl.ds(_REST + 64 * half, 64)]
+    rest = own.vectors.at[pl.ds(_REST + 64 * half, 64)]
     rest = plgpu.load(rest, layout=_PER_COLUMN, optimized=False)
     update[half] *= lax.broadcast_in_dim(rest, (CHUNK, 64), [1])
   return update, scores
 
 
-def _store_tiles(place, outer, tiles_s):
-  """Starts the copies of W and Q."""
+def _store_tiles(place, outer, own: Owned, results):
+  """Stages W, where k^ was, and Q, where P was, and starts their copies."""
   b, head, _, n = place
   tokens = pl.ds(n * CHUNK, CHUNK)
+  update, scores = results
+  for half in range(2):
+    own.gate(half)[...] = update[half].astype(jnp.bfloat16)
+  own.tiles.at[_SCORES][...] = scores.astype(jnp.bfloat16)
+  plgpu.commit_smem()
   for half in range(2):
     dest = outer['update'].at[b, head, tokens, pl.ds(64 * half, 64)]
-    plgpu.copy_smem_to_gmem(tiles_s.at[_UPDATE + half], dest)
+    plgpu.copy_smem_to_gmem(own.gate(half), dest)
   dest = outer['scores'].at[b, head, tokens]
-  plgpu.copy_smem_to_gmem(tiles_s.at[_SCORES], dest)
+  plgpu.copy_smem_to_gmem(own.tiles.at[_SCORES], dest)
 
 
 def _one_chunk(options: Options, place, following, refs):
-  """One chunk; calls `following` once the next one may be copied in."""
-  outer, (tiles_s, vectors_s), barriers = refs
+  """One chunk, with the copies of the next as soon as there is room.
+
+  `following` has two functions: for the gates, and for the rest.
+  """
+  outer, own = refs
   b, head, _, n = place
   tokens = pl.ds(n * CHUNK, CHUNK)
+  written = [outer[o].at[b, head, tokens] for o in ('minus_key', 'query')]
+  written = (*written, outer['gamma'].at[b, head, n])
+
+  def operands(options: Options):
+    flags = own.flags() if options.masked else own.vectors
+    local = own.tiles, own.gate(), own.vectors, flags
+    decay = _gates(options, local, outer['affine'].at[head])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    following[0]()
+    plgpu.barrier_wait(own.rows_arrived)
+    _operands(options, local, decay, written)
+
   if options.masked:
     plain = outer['plain'][b, n] != 0
-  for arrived in barriers:
-    plgpu.barrier_wait(arrived)
-  rows = [outer[o].at[b, head, tokens] for o in ('minus_key', 'query')]
-  written = (*rows, outer['gamma'].at[b, head, n])
-  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-  emit = functools.partial(
-    _chunk, tiles_s, vectors_s, outer['affine'].at[head], written
-  )
+  plgpu.barrier_wait(own.gate_arrived)
   if options.masked:
     # Most chunks lie inside one document and need no masks.
-    pl.when(plain)(lambda: emit(dataclasses.replace(options, masked=False)))
-    pl.when(~plain)(lambda: emit(options))
+    unmasked = dataclasses.replace(options, masked=False)
+    pl.when(plain)(lambda: operands(unmasked))
+    pl.when(~plain)(lambda: operands(options))
   else:
-    emit(options)
+    operands(options)
   plgpu.commit_smem()
-  update, scores = _apply_inverse(tiles_s, vectors_s)
+  results = _apply_inverse(own)
   plgpu.commit_smem()  # every warp's products have read their operands
   if options.save_inverse:
     saved = outer['saved_inverse'].at[b, head, tokens]
-    plgpu.copy_smem_to_gmem(tiles_s.at[_KEY], saved)
+    plgpu.copy_smem_to_gmem(own.tiles.at[_KEY], saved)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-  following()
-  for half in range(2):
-    tiles_s.at[_UPDATE + half][...] = update[half].astype(jnp.bfloat16)
-  tiles_s.at[_SCORES][...] = scores.astype(jnp.bfloat16)
-  plgpu.commit_smem()
-  _store_tiles(place, outer, tiles_s)
+  following[1]()
+  _store_tiles(place, outer, own, results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -549,26 +619,28 @@ def _body(options: Options, work: Work, names, *refs):
   worker = lax.axis_index('block') * work.warpgroups + role
   workers = lax.axis_size('block') * work.warpgroups
 
-  def owned(zero):
-    *own, rows, rest = [ref.at[role + zero] for ref in scratch]
-    return own, (rows, rest)
+  def owned(zero, slot) -> Owned:
+    return Owned(*[ref.at[role + zero] for ref in scratch], slot)
 
-  def fetch(index, own, barriers):
-    @pl.when(index < work.total)
-    def _():
-      _fetch(options, work.locate(index), (outer, own, barriers))
+  def fetches(index, own: Owned, ahead: bool):
+    """Two functions that start the copies of a task, if it exists."""
+    place = lambda: work.locate(index)
+    gate = lambda: _fetch_gate(options, place(), outer, own, ahead)
+    rows = lambda: _fetch_rows(place(), outer, own)
+    when = lambda f: lambda: pl.when(index < work.total)(f)
+    return when(gate), when(rows)
 
-  fetch(worker, *owned(0))
+  for start in fetches(worker, owned(0, 0), False):
+    start()
 
   @pl.loop(0, lax.div(work.total - worker + workers - 1, workers))
   def _(i):
     index = worker + i * workers
     # A zero that the compiler cannot see: addresses computed before the loop
     # would have to wait in local memory, which is slower than computing them.
-    own, barriers = owned(lax.shift_right_logical(i, 30))
-    following = lambda: fetch(index + workers, own, barriers)
-    refs = outer, own, barriers
-    _one_chunk(options, work.locate(index), following, refs)
+    own = owned(lax.shift_right_logical(i, 30), lax.rem(i, 2))
+    following = fetches(index + workers, own, True)
+    _one_chunk(options, work.locate(index), following, (outer, own))
 
   plgpu.wait_smem_to_gmem(0)
 
@@ -605,12 +677,12 @@ def _scratch(work: Work, options: Options) -> list:
   """Shared memory and barriers of a thread block."""
   warpgroups = work.warpgroups
   tiles = (warpgroups, _TILES, CHUNK, 64)
-  words = _FLAGS + (CHUNK if options.masked else 0)
+  words = _WORDS if options.masked else _FLAGS
   return [
     plgpu.SMEM(tiles, jnp.bfloat16, transforms=_TRANSFORMS),
     plgpu.SMEM((warpgroups, words), jnp.float32),
-    plgpu.Barrier(num_arrivals=4, num_barriers=warpgroups),
-    plgpu.Barrier(num_arrivals=3 + options.masked, num_barriers=warpgroups),
+    plgpu.Barrier(num_arrivals=5, num_barriers=warpgroups),
+    plgpu.Barrier(num_arrivals=2 + options.masked, num_barriers=warpgroups),
   ]
 
 

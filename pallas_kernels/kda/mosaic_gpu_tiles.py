@@ -21,12 +21,20 @@ from pallas_kernels.kda.mosaic_gpu_place import (
 )
 
 
+def _factor_address(place: Place, tiles: Tiles) -> warp.Word:
+  """Where this warp keeps its factors: warp w has w of them, in `totals`."""
+  first = warp.product(place.block, warp.add(place.block, -1))
+  return warp.add(tiles.totals, warp.shift_left(first, 7))
+
+
 def share_factors(place: Place, tiles: Tiles, earlier):
   """Stores factors for `_inverse_keys`: words of 4 channels, by distance."""
-  lane = warp.add(tiles.earlier, warp.times(place.block, 3 * 2 * WIDTH))
-  lane = warp.add(lane, warp.shift_left(place.lane, 3))
+  address = _factor_address(place, tiles)
+  address = warp.add(address, warp.shift_left(place.lane, 3))
   for i, words in enumerate(earlier):
-    warp.store(lane, i * 2 * WIDTH, words)
+    exists = warp.compare(place.block, 'sgt', i)
+    warp.store(address, i * 2 * WIDTH, words, predicate=exists)
+  utils.warp_barrier()
 
 
 def _gram(place: Place, tiles: Tiles, right) -> list[warp.Real]:
@@ -50,7 +58,7 @@ def _inverse_keys(place: Place, tiles: Tiles, distance: int):
   They come scaled for this warp's reference instead of their own.
   """
   block = warp.add(place.block, -distance)
-  factor = warp.add(tiles.earlier, warp.times(place.block, 3 * 2 * WIDTH))
+  factor = _factor_address(place, tiles)
   factor = warp.add(factor, warp.shift_left(place.column, 1))
 
   def load(s: int) -> list[warp.Word]:

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax.experimental.mosaic.gpu as mgpu
+import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 Word = ir.Value
 
@@ -100,6 +101,10 @@ def add(a: Word, b: Word | int) -> Word:
 
 def times(a: Word, b: int) -> Word:
   return arith.muli(a, word(b))
+
+
+def product(a: Word, b: Word) -> Word:
+  return arith.muli(a, b)
 
 
 def shift_left(a: Word, bits: int) -> Word:
@@ -204,9 +209,9 @@ def advance(address: ir.Value, offset: Word) -> ir.Value:
 def load(address: Word, offset: int, count: int) -> list[Word]:
   """`count` (1, 2 or 4) consecutive words of shared memory."""
   names = ', '.join(f'${i}' for i in range(count))
-  vector = '' if count == 1 else f'.v{count}'
+  several = '' if count == 1 else f'.v{count}'
   loaded = utils.inline_ptx(
-    f'ld.shared{vector}.b32 {{{names}}}, [${count}+{offset}];',
+    f'ld.shared{several}.b32 {{{names}}}, [${count}+{offset}];',
     address,
     result_types=[_i32()] * count,
     has_side_effects=True,
@@ -221,9 +226,9 @@ def load_real(address: Word, offset: int, count: int) -> list[Real]:
 
 def _load_global(address: ir.Value, kind: str, count: int, of: ir.Type):
   names = ', '.join(f'${i}' for i in range(count))
-  vector = '' if count == 1 else f'.v{count}'
+  several = '' if count == 1 else f'.v{count}'
   return utils.inline_ptx(
-    f'ld.global{vector}.{kind} {{{names}}}, [${count}];',
+    f'ld.global{several}.{kind} {{{names}}}, [${count}];',
     address,
     result_types=[of] * count,
     has_side_effects=True,
@@ -255,9 +260,9 @@ def _store(space: str, address: ir.Value, offset: int, values, predicate):
   raw = [v.value if isinstance(v, Real) else v for v in values]
   raw = [arith.bitcast(_i32(), v) if v.type == _f32() else v for v in raw]
   names = ', '.join(f'${i + 1}' for i in range(len(raw)))
-  vector = '' if len(raw) == 1 else f'.v{len(raw)}'
+  several = '' if len(raw) == 1 else f'.v{len(raw)}'
   utils.inline_ptx(
-    f'st.{space}{vector}.b32 [$0+{offset}], {{{names}}};',
+    f'st.{space}{several}.b32 [$0+{offset}], {{{names}}};',
     address,
     *raw,
     predicate=predicate,
@@ -356,6 +361,26 @@ def reals_if(
   with ir.InsertionPoint(op.else_block):
     scf.yield_([x.value for x in zeros(count)])
   return [Real(x) for x in op.results_]
+
+
+def carry(values: Sequence[Real], shape: tuple[int, int]):
+  """An array that hands registers from one inline function to another."""
+  layout = mgpu.WGStridedFragLayout(shape, vec_size=1)
+  single = ir.VectorType.get((1,), _f32())
+  registers = np.array(
+    [vector.broadcast(single, x.value) for x in values], dtype=object
+  )
+  return mgpu.FragmentedArray(
+    _registers=registers, _layout=layout, _is_signed=None
+  )
+
+
+def carried(array) -> list[Real]:
+  """The registers of an array that `carry` made."""
+  return [
+    Real(vector.extract(x, dynamic_position=[], static_position=[0]))
+    for x in array.registers.flat
+  ]
 
 
 def packed(values) -> list[Word]:
