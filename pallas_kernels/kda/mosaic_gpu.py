@@ -16,17 +16,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.kda import mosaic_gpu_decode as decode_kernel
+from pallas_kernels.kda import mosaic_gpu_flags as packing
 from pallas_kernels.kda import mosaic_gpu_prep as prep
 from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
 from pallas_kernels.kda.mosaic_gpu_place import (
   CHUNK,
-  ENTERS,
-  LEAVES,
-  SEGMENT,
-  VALID,
   WIDTH,
 )
 
@@ -141,6 +137,7 @@ def kda_mosaic_gpu(
   initial = None
   if initial_state is not None:
     initial = jnp.swapaxes(_widen(initial_state, 2), 2, 3)[:, :, None]
+    initial = initial.astype(jnp.float32)
   results = _run(raw, v, work, (options, initial, pieces))
   final_state = jnp.swapaxes(results['final'][:, :, -1], 2, 3)[:, :, :key_width]
   out = results['out'][:, :length]
@@ -178,7 +175,8 @@ def _raw_arrays(raw, parameters, segment_ids, options: prep.Options) -> dict:
       segment_ids = jnp.ones((batch, length), jnp.int32)
     valid = (segment_ids != 0)[:, :, None]
     beta = _extend(jnp.where(valid, beta, 0.0), 1, CHUNK)
-    arrays['flags'] = _flags(_extend(segment_ids, 1, CHUNK))
+    ids = _extend(segment_ids, 1, CHUNK)
+    arrays['flags'], arrays['plain'] = packing.flags(ids)
   for name, array in (('q', q), ('k', k), ('gate', gate)):
     arrays[name] = _widen(array, 3)
   arrays['beta'] = jnp.swapaxes(beta, 1, 2)
@@ -212,54 +210,6 @@ def _gate_affine(parameters, heads: int) -> jax.Array:
   return jnp.stack([slope_hk, shift_hk], axis=1)
 
 
-def _flags(segment_ids) -> jax.Array:
-  """What `mosaic_gpu_prep.prepare` wants to know of tokens [B, N * 64].
-
-  A token that is no padding begins a document if its id differs from that of
-  the latest such token before it. Sums and maxima run over one chunk, or over
-  the chunks, by comparison: few small kernels instead of a logarithmic scan.
-  """
-  ids_bnc = segment_ids.reshape(segment_ids.shape[0], -1, CHUNK)
-  valid_bnc = ids_bnc != 0
-  at = jnp.arange(CHUNK)
-  inside_bnc, before_bnc = _latest(valid_bnc, ids_bnc, at)
-  found_bn, last_bn = _latest(valid_bnc, ids_bnc, jnp.array([CHUNK]))
-  chunk = jnp.arange(ids_bnc.shape[1])
-  found_bn, earlier_bn = _latest(found_bn[..., 0], last_bn[..., 0], chunk)
-  previous_bnc = jnp.where(inside_bnc, before_bnc, earlier_bn[..., None])
-  known_bnc = inside_bnc | found_bn[..., None]
-  begins_bnc = valid_bnc & known_bnc & (ids_bnc != previous_bnc)
-  count_bnc = jnp.sum(
-    begins_bnc[:, :, None] & (at[:, None] >= at), axis=-1, dtype=jnp.int32
-  )
-  flags_bnc = (
-    (valid_bnc << VALID)
-    | ((count_bnc == 0) << ENTERS)
-    | ((count_bnc == count_bnc[:, :, -1:]) << LEAVES)
-    | (count_bnc << SEGMENT)
-  )
-  return flags_bnc.astype(jnp.int32).reshape(segment_ids.shape)
-
-
-def _latest(marked, values, ends) -> tuple[jax.Array, jax.Array]:
-  """(is there one, its value): the last marked entry before each end."""
-  positions = jnp.arange(marked.shape[-1])
-  before = marked[..., None, :] & (positions < ends[:, None])
-  shape = before.shape
-
-  def later(a, b):
-    first = a[0] >= b[0]
-    return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
-
-  operands = (
-    jnp.where(before, positions, -1),
-    jnp.broadcast_to(values[..., None, :], shape),
-  )
-  initial = jnp.int32(-1), jnp.int32(0)
-  position, value = lax.reduce(operands, initial, later, (len(shape) - 1,))
-  return position >= 0, value
-
-
 def _pieces(chains: int, chunks: int) -> int:
   """Ranges per chain that fill the chip without becoming short."""
   return max(1, min(prep.PROCESSORS // chains, chunks // _SHORTEST_PIECE))
@@ -283,28 +233,23 @@ def _piece_states(arrays: dict, initial, plan) -> jax.Array:
   A piece maps its entering state S to M S + b. A scan from zero gives b; a scan
   of the identity without values gives M; both transposed.
   """
-  constant = scan_kernel.scan(arrays, plan(initial=False, output=False))[
-    'final'
-  ]
-  batch, heads, pieces, width, _ = constant.shape
-  identity = jnp.broadcast_to(
-    jnp.eye(WIDTH, dtype=jnp.float32),
-    (batch, heads, pieces, WIDTH, WIDTH),
-  )
-  maps = scan_kernel.scan(
-    {**arrays, 'initial': identity}, plan(values=False, output=False)
-  )['final']
-  if initial is None:
-    state = jnp.zeros((batch, heads, width, WIDTH), jnp.float32)
-  else:
-    state = initial[:, :, 0]
-  states = [state]
-  for p in range(pieces - 1):
-    moved = jnp.einsum(
-      'bhvk,bhkl->bhvl', state, maps[:, :, p], precision='highest'
+  zero = plan(initial=False, output=False)
+  constant_bhpvk = scan_kernel.scan(arrays, zero)['final']
+  shape = (*constant_bhpvk.shape[:3], WIDTH, WIDTH)
+  identity = jnp.broadcast_to(jnp.eye(WIDTH, dtype=jnp.float32), shape)
+  linear = plan(values=False, output=False)
+  arrays = arrays | {'initial': identity}
+  maps_bhpkl = scan_kernel.scan(arrays, linear)['final']
+  state_bhvk = jnp.zeros_like(constant_bhpvk[:, :, 0])
+  if initial is not None:
+    state_bhvk = initial[:, :, 0]
+  states = [state_bhvk]
+  for p in range(shape[2] - 1):
+    moved_bhvl = jnp.einsum(
+      'bhvk,bhkl->bhvl', state_bhvk, maps_bhpkl[:, :, p], precision='highest'
     )
-    state = moved + constant[:, :, p]
-    states.append(state)
+    state_bhvk = moved_bhvl + constant_bhpvk[:, :, p]
+    states.append(state_bhvk)
   return jnp.stack(states, axis=2)
 
 

@@ -653,9 +653,7 @@ def _inputs(arrays: dict[str, jax.Array], options: Options) -> dict:
     # One buffer holds all vectors, so the flags travel as float32 words.
     flags = arrays['flags']
     read['flags'] = lax.bitcast_convert_type(flags, jnp.float32)
-    chunks_bnc = flags.reshape(flags.shape[0], -1, CHUNK)
-    ordinary = 1 << VALID | 1 << ENTERS | 1 << LEAVES
-    read['plain'] = jnp.all(chunks_bnc == ordinary, axis=-1).astype(jnp.int32)
+    read['plain'] = arrays['plain']
   return read
 
 
@@ -697,7 +695,8 @@ def prepare(
       [HV, 2, 128] float32, -exp(a_log) log2(e) and its product with the bias;
       if options.masked flags [B, N * 64] int32: bits VALID, ENTERS (of the
       document that entered the chunk), LEAVES (of the one that leaves), and
-      from SEGMENT on a number that differs between the chunk's documents.
+      from SEGMENT on a number that differs between the chunk's documents;
+      and plain [B, N] int32, 1 where a chunk needs none of them.
     work: see `Work`.
     options: see `Options`.
 

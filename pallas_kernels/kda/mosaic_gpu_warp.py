@@ -119,6 +119,10 @@ def bit_and(a: Word, b: int) -> Word:
   return arith.andi(a, word(b))
 
 
+def union(a: Word, b: Word) -> Word:
+  return arith.ori(a, b)
+
+
 def keep(a: Word, mask: Word) -> Word:
   """a where the mask is all ones, 0 where it is all zeros."""
   return arith.andi(a, mask)
@@ -235,6 +239,12 @@ def _load_global(address: ir.Value, kind: str, count: int, of: ir.Type):
   )
 
 
+def load_global_words(address: ir.Value, offset: int, count: int) -> list[Word]:
+  """`count` (2 or 4) consecutive words of global memory."""
+  address = arith.addi(address, mgpu.c(offset, address.type))
+  return list(_load_global(address, 'b32', count, _i32()))
+
+
 def load_global(address: ir.Value, offset: int, count: int) -> list[Real]:
   """`count` (2 or 4) consecutive float32 numbers of global memory."""
   address = arith.addi(address, mgpu.c(offset, address.type))
@@ -341,6 +351,14 @@ def multiply(acc: Sequence[Real], left: Sequence[Word], right) -> list[Real]:
 
 def zeros(count: int) -> list[Real]:
   return [Real(0.0)] * count
+
+
+def repeat(count: int, body: Callable[[Word], None]):
+  """Runs `body` for 0, 1, ... count - 1."""
+  loop = scf.ForOp(word(0), word(count), word(1), [])
+  with ir.InsertionPoint(loop.body):
+    body(loop.induction_variable)
+    scf.yield_([])
 
 
 def only_if(condition: ir.Value, body: Callable[[], None]):

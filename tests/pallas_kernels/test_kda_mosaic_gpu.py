@@ -12,7 +12,12 @@ import pytest
 
 from pallas_kernels import testing
 from pallas_kernels.kda import inputs as kda_inputs
-from pallas_kernels.kda import mosaic_gpu, mosaic_gpu_place, reference
+from pallas_kernels.kda import (
+  mosaic_gpu,
+  mosaic_gpu_flags,
+  mosaic_gpu_place,
+  reference,
+)
 
 HOPPER = 'NVIDIA H200'
 
@@ -113,7 +118,7 @@ def lower(function, *args):
   'shape, more, kernels',
   [
     ((1, 128, 2, 128, 128), {}, 2),
-    ((1, 200, 2, 64, 64), {'key_heads': 1}, 2),
+    ((1, 200, 2, 64, 64), {'key_heads': 1}, 3),
     ((1, 2048, 2, 128, 128), {}, 4),
   ],
 )
@@ -130,7 +135,7 @@ def test_lowers_with_documents_and_saved_tensors(on_hopper):
   saved = jax.eval_shape(lambda a: run(**a), args)[2]
   assert saved['state'].shape == (2, 2, 5, 128, 128)
   assert saved['inverse'].shape == (2, 2, 5, 64, 64)
-  assert lower(lambda a: run(**a), args).count('@mosaic_gpu') == 2
+  assert lower(lambda a: run(**a), args).count('@mosaic_gpu') == 3
 
 
 def decode_arguments(batch, heads, key_heads, width, value_width):
@@ -150,25 +155,28 @@ def test_decode_lowers_in_place(on_hopper):
   assert 'output_operand_alias' in text
 
 
+@pytest.mark.gpu
 def test_flags_describe_documents():
-  """Bits against the definition, token by token."""
+  """Bits against the definition, token by token, across 128 chunks too."""
   rng = np.random.default_rng(0)
-  ids = np.zeros((3, 192), np.int32)
-  ids[0, 5:] = np.repeat([3, 1, 3, 0, 3, 7], [50, 20, 40, 30, 20, 27])
-  ids[1] = np.sort(rng.integers(0, 5, 192))
-  flags = np.asarray(mosaic_gpu._flags(jnp.asarray(ids)))
+  length = 150 * 64
+  ids = np.zeros((3, length), np.int32)
+  ids[0, 5:192] = np.repeat([3, 1, 3, 0, 3, 7], [50, 20, 40, 30, 20, 27])
+  ids[0, 8190:8200] = [7, 7, 7, 2, 2, 0, 0, 2, 5, 5]
+  ids[1] = np.sort(rng.integers(0, 50, length))
+  flags, plain = map(np.asarray, mosaic_gpu_flags.flags(jnp.asarray(ids)))
   index = np.asarray(kda_inputs.documents(jnp.asarray(ids)).index)
-  for b in range(3):
-    for t in range(192):
-      start = t // 64 * 64
-      entered = index[b, start - 1] if start else 0
-      bits = [
-        (ids[b, t] != 0) << mosaic_gpu_place.VALID,
-        (index[b, t] == entered) << mosaic_gpu_place.ENTERS,
-        (index[b, t] == index[b, start + 63]) << mosaic_gpu_place.LEAVES,
-        (index[b, t] - entered) << mosaic_gpu_place.SEGMENT,
-      ]
-      assert flags[b, t] == sum(map(int, bits)), (b, t)
+  index = index.reshape(3, -1, 64)
+  last = index[:, :, -1]
+  entered = np.pad(last[:, :-1], ((0, 0), (1, 0)))
+  want = (
+    ((ids != 0).reshape(index.shape) << mosaic_gpu_place.VALID)
+    + ((index == entered[..., None]) << mosaic_gpu_place.ENTERS)
+    + ((index == last[..., None]) << mosaic_gpu_place.LEAVES)
+    + ((index - entered[..., None]) << mosaic_gpu_place.SEGMENT)
+  )
+  np.testing.assert_array_equal(flags.reshape(want.shape), want)
+  np.testing.assert_array_equal(plain, (want == 7).all(-1))
 
 
 def test_pieces_fill_the_chip():
