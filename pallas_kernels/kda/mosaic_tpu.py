@@ -24,7 +24,8 @@ from pallas_kernels.kda.mosaic_tpu_tiles import LANES, Plan
 
 _CHUNKS = (64, 128)
 _WIDEST = 256
-_MOST_HEADS = 8
+# Heads of a grid step at most: while one waits for a product another computes.
+_MOST_HEADS = 16
 # A raw gate that decays by less than float32 resolves, for rows after the end.
 _NO_DECAY = -1e4
 

@@ -46,9 +46,6 @@ from pallas_kernels.kda.mosaic_tpu_tiles import (
   keep,
 )
 
-# Packs of heads whose operands are prepared side by side.
-_WINDOW = 4
-
 
 class Cotangents(NamedTuple):
   """Gradients of the forward results."""
@@ -246,7 +243,7 @@ def _pair_products(heads: list[Prepared], weights, plan: Plan):
   for i, p in enumerate(heads):
     own = turned[i * plan.chunk : (i + 1) * plan.chunk]
     columns.append(_column_products(own, p, plan))
-  return rows, columns
+  return list(zip(rows, columns))
 
 
 def _column_products(turned, p: Prepared, plan: Plan):
@@ -386,45 +383,35 @@ def _backward_kernel(*refs, plan: Plan, has_inverse: bool):
   sums = _sum_matrices(masks, plan)
   beta_ch = forward_kernel.betas(inputs, masks, plan)
   static = masks, plan, True
-  shared = {}
-  for packs in plan.windows(_WINDOW):
-    heads = [h for pack in packs for h in plan.pack_heads(pack)]
-    prepared = {
-      h: forward_kernel.prepare(inputs, beta_ch, h, static) for h in heads
-    }
-    systems = [
-      forward_kernel.system_of(pack, prepared, masks, plan) for pack in packs
-    ]
-    if has_inverse:
-      inverses = [inverse_ref[0, 0, pack] for pack in packs]
-    else:
-      inverses = tiles_lib.inverses(
-        [s.beta_cs * s.alike_cs for s in systems], plan
-      )
-    refs = inputs, states_ref, d_out_ref, d_state_ref
-    solved = _solve(systems, inverses, refs, (prepared, masks, plan))
-    pairs = [_pair_gradients(s, solved, (masks, plan)) for s in systems]
-    updates = {}
-    for system, (_, minus_d_a_cs) in zip(systems, pairs):
-      states = prepared, states_ref, d_state_ref, plan
-      updates |= _updates(system, solved, minus_d_a_cs, states)
-    products = [
-      _pair_products([prepared[h] for h in system.heads], weights, plan)
-      for system, (weights, _) in zip(systems, pairs)
-    ]
-    for system, sums_of_pairs in zip(systems, products):
-      for i, h in enumerate(system.heads):
-        own = prepared[h]
-        rows = [x[i] for x in sums_of_pairs]
-        d = _row_gradients(own, updates[h], rows, (masks, sums, plan))
-        _write_head(h, d, updates[h], own, (grads, inputs, sums_ref, static))
-        key = h // plan.group
-        both = d.q_ck, d.k_ck
-        if key in shared:
-          both = tuple(x + y for x, y in zip(shared[key], both))
-        shared[key] = both
-        if h % plan.group == plan.group - 1:
-          _write_keys(key, shared.pop(key), own, (grads, plan))
+  prepared = forward_kernel.prepare(inputs, beta_ch, static)
+  systems = forward_kernel.systems_of(prepared, masks, plan)
+  if has_inverse:
+    inverses = [inverse_ref[0, 0, pack] for pack in range(plan.packs)]
+  else:
+    inverses = tiles_lib.inverses(
+      [s.beta_cs * s.alike_cs for s in systems], plan
+    )
+  refs = inputs, states_ref, d_out_ref, d_state_ref
+  solved = _solve(systems, inverses, refs, (prepared, masks, plan))
+  pairs = [_pair_gradients(s, solved, (masks, plan)) for s in systems]
+  states = prepared, states_ref, d_state_ref, plan
+  updates = {}
+  for system, (_, minus_d_a_cs) in zip(systems, pairs):
+    updates |= _updates(system, solved, minus_d_a_cs, states)
+  products = {}
+  for system, (weights, _) in zip(systems, pairs):
+    own = [prepared[h] for h in system.heads]
+    products |= dict(zip(system.heads, _pair_products(own, weights, plan)))
+  blocks = grads, inputs, sums_ref
+  for key in range(plan.heads // plan.group):
+    total = None
+    for h in range(key * plan.group, (key + 1) * plan.group):
+      p, u = prepared[h], updates[h]
+      d = _row_gradients(p, u, products[h], (masks, sums, plan))
+      _write_head(h, (d, u, p), blocks, static)
+      both = d.q_ck, d.k_ck
+      total = both if total is None else jax.tree.map(jnp.add, total, both)
+    _write_keys(key, total, p, (grads, plan))
 
   @pl.when(step == pl.num_programs(2) - 1)
   def _():
@@ -441,9 +428,11 @@ def _write_keys(head: int, both, p: Prepared, static):
   grads.k[0, :, plan.keys(head)] = k_ck.astype(grads.k.dtype)
 
 
-def _write_head(head: int, d: Rows, u: Updates, p: Prepared, static):
+def _write_head(head: int, gradients, blocks, static):
   """Gradients of one head's raw v, gate and beta; adds to the gate's sums."""
-  grads, inputs, sums_ref, (masks, plan, _) = static
+  d, u, p = gradients
+  grads, inputs, sums_ref = blocks
+  masks, plan, _ = static
   keys = plan.keys(head)
   d_gate_ck = keep(d.decay_ck, masks.valid_c1)
   if plan.activate_gate:

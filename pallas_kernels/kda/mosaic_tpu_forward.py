@@ -21,9 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.kda import mosaic_tpu_tiles as tiles_lib
 from pallas_kernels.kda.mosaic_tpu_tiles import LANES, Plan, bfloat16, dot
 
-VMEM_LIMIT = 96 * 2**20
-# Packs whose triangular systems are solved side by side.
-_WINDOW = 4
+VMEM_LIMIT = 48 * 2**20
 
 
 class Operands(NamedTuple):
@@ -106,31 +104,42 @@ def betas(inputs: Inputs, masks, plan: Plan) -> jax.Array:
   return tiles_lib.keep(beta_ch, masks.valid_c1)
 
 
-def prepare(inputs: Inputs, beta_ch, head: int, static) -> Prepared:
-  """Activates and decays one head of the chunk; static: masks, plan, clean.
+def prepare(inputs: Inputs, beta_ch, static) -> list[Prepared]:
+  """Activates and decays the heads of the chunk; static: masks, plan, clean.
 
   With `clean`, padding rows of q and k are zero; without, they may hold
   anything, which only products over rows of the chunk would notice.
   """
   masks, plan, clean = static
-  keys, shared = plan.keys(head), plan.keys(head // plan.group)
   valid = masks.valid_c1 if clean else None
-  wide = lambda ref: tiles_lib.keep(
-    ref[0, :, shared].astype(jnp.float32), valid
-  )
-  q_ck, k_ck, q_norm_c1, k_norm_c1 = wide(inputs.q), wide(inputs.k), None, None
-  if plan.normalize:
-    q_norm_c1 = tiles_lib.inverse_norm(q_ck) * plan.scale
-    k_norm_c1 = tiles_lib.inverse_norm(k_ck)
-    q_ck, k_ck = q_ck * q_norm_c1, k_ck * k_norm_c1
-  else:
-    q_ck = q_ck * plan.scale
-  gate = tiles_lib.gate(
-    inputs.gate[0, :, keys], inputs.affine[:, keys], masks, plan
-  )
-  tiles = tiles_lib.tiles(q_ck, k_ck, gate.decay_ck, masks, plan)
-  beta_c1 = beta_ch[:, head : head + 1]
-  return Prepared(q_ck, k_ck, q_norm_c1, k_norm_c1, gate, tiles, beta_c1)
+  shared = [
+    _normalized(inputs, plan.keys(key), valid, plan)
+    for key in range(plan.heads // plan.group)
+  ]
+  gates, prepared = [], []
+  for h in range(plan.heads):
+    gate_ck, affine_2k = inputs.gate[0, :, plan.keys(h)], inputs.affine
+    gates.append(
+      tiles_lib.gate(gate_ck, affine_2k[:, plan.keys(h)], masks, plan)
+    )
+  sums = [tiles_lib.sub_block_sums(g.decay_ck, masks, plan) for g in gates]
+  for h, gate in enumerate(gates):
+    q_ck, k_ck, *norms = shared[h // plan.group]
+    tiles = tiles_lib.tiles(q_ck, k_ck, sums[h], masks, plan)
+    beta_c1 = beta_ch[:, h : h + 1]
+    prepared.append(Prepared(q_ck, k_ck, *norms, gate, tiles, beta_c1))
+  return prepared
+
+
+def _normalized(inputs: Inputs, keys: slice, valid, plan: Plan):
+  """q times the scale and k of one key head, and their factors from the raw."""
+  wide = lambda ref: tiles_lib.keep(ref[0, :, keys].astype(jnp.float32), valid)
+  q_ck, k_ck = wide(inputs.q), wide(inputs.k)
+  if not plan.normalize:
+    return q_ck * plan.scale, k_ck, None, None
+  q_norm_c1 = tiles_lib.inverse_norm(q_ck) * plan.scale
+  k_norm_c1 = tiles_lib.inverse_norm(k_ck)
+  return q_ck * q_norm_c1, k_ck * k_norm_c1, q_norm_c1, k_norm_c1
 
 
 class System(NamedTuple):
@@ -142,15 +151,20 @@ class System(NamedTuple):
   beta_cs: jax.Array  # of the row, on the lanes of the head
 
 
-def system_of(pack: int, prepared: dict[int, Prepared], masks, plan: Plan):
-  """The `System` of a pack."""
-  heads = plan.pack_heads(pack)
-  tiles = [prepared[h].tiles for h in heads]
-  attend_cs, alike_cs = tiles_lib.scores(tiles, masks, plan)
-  wide = [
-    jnp.broadcast_to(prepared[h].beta_c1, (plan.chunk, LANES)) for h in heads
+def systems_of(prepared: list[Prepared], masks, plan: Plan) -> list[System]:
+  """The `System` of each pack."""
+  heads = [plan.pack_heads(pack) for pack in range(plan.packs)]
+  products = [
+    tiles_lib.score_products([prepared[h].tiles for h in own], plan)
+    for own in heads
   ]
-  return System(heads, attend_cs, alike_cs, tiles_lib.own_lanes(wide, plan))
+  systems = []
+  for own, product in zip(heads, products):
+    shape = (plan.chunk, LANES)
+    wide = [jnp.broadcast_to(prepared[h].beta_c1, shape) for h in own]
+    scores = tiles_lib.scores(product, masks, plan)
+    systems.append(System(own, *scores, tiles_lib.own_lanes(wide, plan)))
+  return systems
 
 
 def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
@@ -171,18 +185,14 @@ def _forward_kernel(*refs, plan: Plan, outputs: Outputs):
   )
   beta_ch = betas(inputs, masks, plan)
   static = masks, plan, False
-  for packs in plan.windows(_WINDOW):
-    heads = [h for pack in packs for h in plan.pack_heads(pack)]
-    prepared = {h: prepare(inputs, beta_ch, h, static) for h in heads}
-    systems = [system_of(pack, prepared, masks, plan) for pack in packs]
-    inverses = tiles_lib.inverses(
-      [s.beta_cs * s.alike_cs for s in systems], plan
-    )
-    if inverse_ref is not None:
-      for pack, inverse_cs in zip(packs, inverses):
-        inverse_ref[0, 0, pack] = inverse_cs
-    blocks = inputs, state_ref, out_ref, states_ref
-    _scan(systems, inverses, blocks, (prepared, masks, plan, outputs))
+  prepared = prepare(inputs, beta_ch, static)
+  systems = systems_of(prepared, masks, plan)
+  inverses = tiles_lib.inverses([s.beta_cs * s.alike_cs for s in systems], plan)
+  if inverse_ref is not None:
+    for pack, inverse_cs in enumerate(inverses):
+      inverse_ref[0, 0, pack] = inverse_cs
+  blocks = inputs, state_ref, out_ref, states_ref
+  _scan(systems, inverses, blocks, (prepared, masks, plan, outputs))
 
   @pl.when(step == pl.num_programs(2) - 1)
   def _():

@@ -65,11 +65,6 @@ class Plan(NamedTuple):
   def pack_heads(self, pack: int) -> range:
     return range(pack * self.pack, min(self.heads, (pack + 1) * self.pack))
 
-  def windows(self, size: int) -> list[range]:
-    """Packs by `size` at a time."""
-    starts = range(0, self.packs, size)
-    return [range(i, min(i + size, self.packs)) for i in starts]
-
   def keys(self, head: int) -> slice:
     return slice(head * self.key_dim, (head + 1) * self.key_dim)
 
@@ -200,7 +195,7 @@ def split(x) -> tuple[jax.Array, jax.Array]:
   return high, bfloat16(x - high.astype(jnp.float32))
 
 
-def _sub_block_sums(decay_ck, masks: Masks, plan: Plan) -> jax.Array:
+def sub_block_sums(decay_ck, masks: Masks, plan: Plan) -> jax.Array:
   """Sums from the start of each row's sub-block or document, row included."""
   shape = (plan.chunk, 2 * plan.chunk)
   row, column = _iota(shape, 0), _iota(shape, 1) % plan.chunk
@@ -213,9 +208,11 @@ def _sub_block_sums(decay_ck, masks: Masks, plan: Plan) -> jax.Array:
   return dot(ones, jnp.concatenate(split(decay_ck), 0))
 
 
-def tiles(q_ck, k_ck, decay_ck, masks: Masks, plan: Plan) -> Tiles:
-  """Decayed operands; every exponent is within 8 |bound| nats of zero."""
-  sums_ck = _sub_block_sums(decay_ck, masks, plan)
+def tiles(q_ck, k_ck, sums_ck, masks: Masks, plan: Plan) -> Tiles:
+  """Decayed operands; every exponent is within 8 |bound| nats of zero.
+
+  sums_ck: `sub_block_sums` of the log2 decays.
+  """
   start_1k = jnp.full((1, plan.key_dim), 2.0**-plan.offset, jnp.float32)
   left, right, read, erase, running = [], [], [], [], None
   left_scale, right_scale, decays, starts = [], [], [], []
@@ -283,24 +280,29 @@ def own_lanes(parts, plan: Plan) -> jax.Array:
   return value
 
 
-def scores(heads: list[Tiles], masks: Masks, plan: Plan):
-  """P in bfloat16 and M in float32 of a pack, both [C, 128]."""
-  attend, alike = [], []
+def score_products(heads: list[Tiles], plan: Plan) -> list[jax.Array]:
+  """Of each sub-block: (q, k) rows of every head with columns of all heads."""
+  products = []
   for z in range(plan.blocks):
     left = jnp.concatenate([t.left[z] for t in heads], 0)
-    products = dot(left, stacked([t.right[z] for t in heads], plan), (1, 1))
-    part = lambda i, products=products: products[i * SUB : (i + 1) * SUB]
-    count = range(len(heads))
-    rows = slice(z * SUB, (z + 1) * SUB)
-    attend.append(
-      keep(own_lanes([part(2 * i) for i in count], plan), masks.attend_cs[rows])
-    )
-    alike.append(
-      keep(
-        own_lanes([part(2 * i + 1) for i in count], plan), masks.strict_cs[rows]
-      )
-    )
-  return bfloat16(jnp.concatenate(attend, 0)), jnp.concatenate(alike, 0)
+    right = stacked([t.right[z] for t in heads], plan)
+    products.append(dot(left, right, (1, 1)))
+  return products
+
+
+def scores(products: list[jax.Array], masks: Masks, plan: Plan):
+  """P in bfloat16 and M in float32 of a pack, both [C, 128]."""
+  heads = products[0].shape[0] // (2 * SUB)
+
+  def rows(first: int, mask_cs):
+    parts = []
+    for z, product in enumerate(products):
+      at = lambda i, x=product: x[(2 * i + first) * SUB :][:SUB]
+      own = own_lanes([at(i) for i in range(heads)], plan)
+      parts.append(keep(own, mask_cs[z * SUB : (z + 1) * SUB]))
+    return jnp.concatenate(parts, 0)
+
+  return bfloat16(rows(0, masks.attend_cs)), rows(1, masks.strict_cs)
 
 
 def inverses(systems: list[jax.Array], plan: Plan) -> list[jax.Array]:
@@ -320,9 +322,7 @@ def inverses(systems: list[jax.Array], plan: Plan) -> list[jax.Array]:
     inverses.append(jnp.concatenate(rows, 0))
   size = SUB
   while size < plan.chunk:
-    inverses = [
-      _merge(a_cs, x_cs, size, plan) for a_cs, x_cs in zip(systems, inverses)
-    ]
+    inverses = _merge(systems, inverses, size, plan)
     size *= 2
   return [bfloat16(x) for x in inverses]
 
@@ -367,24 +367,32 @@ def _block_diagonal_lanes(x_cs, plan: Plan) -> jax.Array:
   return pltpu.bitcast(jnp.concatenate(parts, 0), jnp.bfloat16)
 
 
-def _merge(a_cs, x_cs, size: int, plan: Plan) -> jax.Array:
+def _merge(systems, inverses, size: int, plan: Plan) -> list[jax.Array]:
   """Inverses of blocks of 2 `size` from those of `size`."""
   starts = range(size, plan.chunk, 2 * size)
   odd = lambda m_cs: jnp.concatenate([m_cs[j : j + size] for j in starts], 0)
   shape = (plan.chunk // 2, LANES)
   row_block = 2 * (_iota(shape, 0) // size) + 1
   partner = _iota(shape, 1) % plan.chunk // size == row_block - 1
-  lower = jnp.where(partner, odd(a_cs), 0.0)
-  product = bfloat16(_fine_left(lower, bfloat16(x_cs), plan))
-  pieces, zeros = [], jnp.zeros((size, LANES), jnp.bfloat16)
-  for i in range(len(starts)):
-    pieces += [zeros, product[i * size : (i + 1) * size]]
-  corner = _fine_left(odd(x_cs), jnp.concatenate(pieces, 0), plan)
-  pieces = []
-  for i, j in enumerate(starts):
-    rows = corner[i * size : (i + 1) * size]
-    pieces += [x_cs[j - size : j], x_cs[j : j + size] - rows]
-  return jnp.concatenate(pieces, 0)
+  products = [
+    _fine_left(jnp.where(partner, odd(a_cs), 0.0), bfloat16(x_cs), plan)
+    for a_cs, x_cs in zip(systems, inverses)
+  ]
+  zeros = jnp.zeros((size, LANES), jnp.bfloat16)
+  corners = []
+  for x_cs, product in zip(inverses, products):
+    pieces = []
+    for i in range(len(starts)):
+      pieces += [zeros, bfloat16(product[i * size : (i + 1) * size])]
+    corners.append(_fine_left(odd(x_cs), jnp.concatenate(pieces, 0), plan))
+  merged = []
+  for x_cs, corner in zip(inverses, corners):
+    pieces = []
+    for i, j in enumerate(starts):
+      rows = corner[i * size : (i + 1) * size]
+      pieces += [x_cs[j - size : j], x_cs[j : j + size] - rows]
+    merged.append(jnp.concatenate(pieces, 0))
+  return merged
 
 
 def _fine_left(left, right_cs, plan: Plan) -> jax.Array:
