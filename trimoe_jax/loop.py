@@ -1,8 +1,9 @@
 """The training loop: fetch, step, log, save, stop.
 
 Step n is dispatched before the metrics of step n - 1 are read. Checkpoints and
-evaluations happen at step boundaries only. A stage's step is compiled ahead of
-time for its shapes, so a step can never trace again unnoticed.
+evaluations happen at step boundaries only. A stage's step is compiled for its
+shapes while the stage before it trains (`compilation.py`), so a step can never
+trace again unnoticed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import jax
 import numpy as np
 
 from trimoe_jax import profiling, sharding
+from trimoe_jax.compilation import Compiler
 from trimoe_jax.evals.heldout import Evaluator
 from trimoe_jax.metrics import JsonlWriter, NanGuard, Progress, Throughput
 from trimoe_jax.run import Run
 from trimoe_jax.train_state import TrainState
-from trimoe_jax.train_step import BATCH_AXES, make_train_step
+from trimoe_jax.train_step import BATCH_AXES, batch_shape
 
 # Steps in a row whose loss may be no number before the run gives up.
 PATIENCE = 10
@@ -41,10 +43,10 @@ def train(run: Run, *, should_stop: Callable[[], bool]) -> TrainState | None:
     first = int(state.step)
     logger = Logger(run, first)
     evaluator = Evaluator(config, run.corpus, run.mesh, logger.say)
-    with _profiler(run) as profiler:
+    with _profiler(run) as profiler, Compiler(run, evaluator) as compiler:
       for step in range(first, run.batches.total_steps):
         if step == first or step in ends:
-          compiled = logger.compile(state, step)
+          compiled = logger.compilation(step, compiler)
         if step in run.batches.first_steps:  # what the stage starts from
           logger.evaluation(step, evaluate(run, evaluator, state, step))
         profiler.before(step + 1)
@@ -73,7 +75,7 @@ def fetch(run: Run, step: int) -> dict[str, jax.Array]:
   stage = run.config.stages[run.batches.locate(step).stage]
   batch = run.batches.batch_at(step)
   where = jax.NamedSharding(run.mesh, sharding.spec(BATCH_AXES))
-  split = lambda x: x.reshape(stage.micro_batches, -1, stage.context)
+  split = lambda x: x.reshape(batch_shape(stage))
   return {k: jax.device_put(split(v), where) for k, v in batch.items()}
 
 
@@ -91,14 +93,11 @@ def evaluate(
   """
   stage = run.batches.locate(step).stage
   contexts = sorted(set(run.contexts[: stage + 1])) if recall else ()
-  start, compiled = time.perf_counter(), evaluator.compile_seconds
+  start = time.perf_counter()
   record = evaluator.measure(
     state.params, state.router, run.contexts[stage], contexts
   )
-  compiled = evaluator.compile_seconds - compiled
-  seconds = time.perf_counter() - start - compiled
-  extra = {'stage': stage, 'seconds': seconds, 'compile_seconds': compiled}
-  return extra | record
+  return {'stage': stage, 'seconds': time.perf_counter() - start, **record}
 
 
 def _profiler(run: Run) -> profiling.TraceWindow:
@@ -129,34 +128,31 @@ class Logger:
   def say(self, text: str):
     self._progress.message(text)
 
-  def compile(self, state: TrainState, step: int) -> Callable[..., Any]:
-    """The compiled step of the stage that `step` lies in."""
+  def compilation(self, step: int, compiler: Compiler) -> Callable[..., Any]:
+    """The compiled step of the stage that `step` lies in; waits for it."""
     self.flush()
     run = self._run
     number = run.batches.locate(step).stage
     stage = run.config.stages[number]
     where = f'stage {number + 1} of {len(run.config.stages)}'
     self.say(f'compiling {where}: {stage.batch} x {stage.context} tokens …')
-    start = time.perf_counter()
-    train_step = make_train_step(run.config, run.optimizer, run.schedule)
-    compiled = (
-      jax.jit(train_step, donate_argnums=0)
-      .lower(state, fetch(run, step))
-      .compile()
+    done = compiler.wait(number)
+    self.say(
+      f'compiled {where} in {done.seconds:.1f} s, of which the run waited '
+      f'{done.waited:.1f} s'
     )
-    seconds = time.perf_counter() - start
-    self.say(f'compiled {where} in {seconds:.1f} s')
     report = profiling.memory_report(
-      compiled,
+      done.step,
       micro_batches=stage.micro_batches,
       remat=run.config.model.remat,
       loss_chunk=run.config.loss.chunk,
     )
     self.say(report)
-    self._write('compile', step, {'stage': number, 'seconds': seconds})
+    times = {'seconds': done.seconds, 'waited': done.waited}
+    self._write('compile', step, {'stage': number, **times})
     self._fresh = True
     self._progress.pause()
-    return compiled
+    return done.step
 
   def step(self, step: int, metrics: dict[str, Any]):
     """Takes the metrics of `step` and logs those of the step before."""

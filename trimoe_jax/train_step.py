@@ -14,6 +14,7 @@ import optax
 
 from trimoe_jax import sharding
 from trimoe_jax.config import TrainConfig
+from trimoe_jax.data import StageConfig
 from trimoe_jax.losses import LossSums, cross_entropy
 from trimoe_jax.model import router
 from trimoe_jax.model.model import Model
@@ -25,6 +26,12 @@ from trimoe_jax.train_state import TrainState
 Batch = dict[str, jax.Array]
 BATCH_AXES = (None, 'batch', 'seq')
 Metrics = dict[str, jax.Array]
+
+
+def batch_shape(stage: StageConfig) -> tuple[int, int, int]:
+  """[micro-batches, B, T] of a stage's batches."""
+  rows = stage.batch // stage.micro_batches
+  return stage.micro_batches, rows, stage.context
 
 
 def objective(

@@ -53,7 +53,7 @@ def assert_bitwise(a, b):
 
 
 def records(run, kind):
-  times = ('seconds', 'compile_seconds', 'rate')
+  times = ('seconds', 'rate')
   return [
     {k: v for k, v in r.items() if k not in times}
     for r in read_jsonl(run.metrics_path)

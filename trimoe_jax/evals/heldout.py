@@ -6,11 +6,12 @@ bias and observes no statistics.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trimoe_jax import sharding
@@ -34,7 +35,7 @@ class Evaluator:
     config: the run's.
     corpus: whose held-out documents are read.
     mesh: where the state lives.
-    announce: called with a line before anything is compiled.
+    announce: called with a line when something cannot be measured.
   """
 
   def __init__(
@@ -47,7 +48,7 @@ class Evaluator:
     self._config, self._corpus, self._mesh = config, corpus, mesh
     self._announce = announce
     self._compiled: dict[int, Any] = {}
-    self.compile_seconds = 0.0
+    self._lock = threading.Lock()
     contexts = sorted({stage.context for stage in config.stages})
     self._needles = {n: self._draw_needles(n) for n in contexts}
 
@@ -128,19 +129,33 @@ class Evaluator:
     rows = max(1, self._config.eval.batch_tokens // context)
     return -(-rows // shards) * shards
 
-  def _score(self, params, router, batch: Batch, context: int):
-    """Losses and predictions [B, T] and depth weights of one batch."""
-    where = jax.NamedSharding(self._mesh, sharding.spec(('batch', 'seq')))
-    inputs = {k: jax.device_put(batch[k], where) for k in INPUTS}
-    if context not in self._compiled:
-      self._announce(f'compiling evaluation at {context} tokens …')
-      start = time.perf_counter()
+  def compile(self, params: Any, router: RouterState, context: int):
+    """Compiles the scores of rows of `context` tokens, if that is not done.
+
+    Args:
+      params, router: of a state, or their shapes and shardings.
+      context: tokens in a row.
+    """
+    with self._lock:
+      if context in self._compiled:
+        return
+      where = self._placement()
+      shape = (self._rows(context), context)
+      ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
       with jax.set_mesh(self._mesh):
         score = jax.jit(lambda *args: score_tokens(*args, self._config))
-        lowered = score.lower(params, router, inputs)
+        lowered = score.lower(params, router, dict.fromkeys(INPUTS, ids))
         self._compiled[context] = lowered.compile()
-      self.compile_seconds += time.perf_counter() - start
+
+  def _score(self, params, router, batch: Batch, context: int):
+    """Losses and predictions [B, T] and depth weights of one batch."""
+    self.compile(params, router, context)
+    where = self._placement()
+    inputs = {k: jax.device_put(batch[k], where) for k in INPUTS}
     return self._compiled[context](params, router, inputs)
+
+  def _placement(self) -> jax.NamedSharding:
+    return jax.NamedSharding(self._mesh, sharding.spec(('batch', 'seq')))
 
 
 def score_tokens(

@@ -1,0 +1,82 @@
+"""Compiling a run's programs, the next stage's while this stage trains.
+
+A stage has two programs: its training step and, at its context, the evaluation.
+One thread compiles them in the order in which they are needed, so that only the
+first stage has to wait. XLA compiles without Python's lock.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trimoe_jax import sharding, train_state
+from trimoe_jax.evals.heldout import Evaluator
+from trimoe_jax.run import Run
+from trimoe_jax.train_step import BATCH_AXES, batch_shape, make_train_step
+
+
+class Compilation(NamedTuple):
+  """A stage's step, the seconds it took and those that the run waited."""
+
+  step: Any
+  seconds: float
+  waited: float
+
+
+class Compiler:
+  """The compiled training steps of a run's stages."""
+
+  def __init__(self, run: Run, evaluator: Evaluator):
+    self._run, self._evaluator = run, evaluator
+    self._pool = concurrent.futures.ThreadPoolExecutor(1)
+    self._jobs: dict[int, concurrent.futures.Future] = {}
+
+  def __enter__(self) -> Compiler:
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self._pool.shutdown(cancel_futures=True)
+
+  def wait(self, stage: int) -> Compilation:
+    """The step of `stage`; the stage after it starts to compile."""
+    self._start(stage)
+    start = time.perf_counter()
+    step, seconds = self._jobs[stage].result()
+    waited = time.perf_counter() - start
+    if stage + 1 < len(self._run.config.stages):
+      self._start(stage + 1)
+    return Compilation(step, seconds, waited)
+
+  def _start(self, stage: int):
+    if stage in self._jobs:
+      return
+    self._jobs[stage] = self._pool.submit(compile_step, self._run, stage)
+    context = self._run.config.stages[stage].context
+    params, router = abstract_inputs(self._run)
+    self._pool.submit(self._evaluator.compile, params, router, context)
+
+
+def abstract_inputs(run: Run) -> tuple[Any, Any]:
+  """Shapes and shardings of the parameters and the router's state."""
+  state = train_state.abstract(run.config, run.optimizer, run.mesh)
+  return state.params, state.router
+
+
+def compile_step(run: Run, stage: int) -> tuple[Any, float]:
+  """The training step compiled for a stage's batches, and the seconds."""
+  start = time.perf_counter()
+  state = train_state.abstract(run.config, run.optimizer, run.mesh)
+  shape = batch_shape(run.config.stages[stage])
+  where = jax.NamedSharding(run.mesh, sharding.spec(BATCH_AXES))
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+  batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), ids)
+  batch['loss_mask'] = jax.ShapeDtypeStruct(shape, bool, sharding=where)
+  step = make_train_step(run.config, run.optimizer, run.schedule)
+  with jax.set_mesh(run.mesh):
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+  return compiled, time.perf_counter() - start
