@@ -176,7 +176,7 @@ def _raw_arrays(raw, parameters, segment_ids, options: prep.Options) -> dict:
     valid = (segment_ids != 0)[:, :, None]
     beta = _extend(jnp.where(valid, beta, 0.0), 1, CHUNK)
     ids = _extend(segment_ids, 1, CHUNK)
-    arrays['flags'], arrays['plain'] = packing.flags(ids)
+    arrays['flags'] = packing.flags(ids)
   for name, array in (('q', q), ('k', k), ('gate', gate)):
     arrays[name] = _widen(array, 3)
   arrays['beta'] = jnp.swapaxes(beta, 1, 2)
@@ -233,23 +233,31 @@ def _piece_states(arrays: dict, initial, plan) -> jax.Array:
   A piece maps its entering state S to M S + b. A scan from zero gives b; a scan
   of the identity without values gives M; both transposed.
   """
-  zero = plan(initial=False, output=False)
+  pieces = plan().pieces
+  zero = plan(initial=False, output=False, some=(0, pieces - 1))
   constant_bhpvk = scan_kernel.scan(arrays, zero)['final']
-  shape = (*constant_bhpvk.shape[:3], WIDTH, WIDTH)
-  identity = jnp.broadcast_to(jnp.eye(WIDTH, dtype=jnp.float32), shape)
-  linear = plan(values=False, output=False)
-  arrays = arrays | {'initial': identity}
-  maps_bhpkl = scan_kernel.scan(arrays, linear)['final']
   state_bhvk = jnp.zeros_like(constant_bhpvk[:, :, 0])
+  first = 1
   if initial is not None:
-    state_bhvk = initial[:, :, 0]
+    state_bhvk, first = initial[:, :, 0], 0
+  # From zero the first piece needs no map.
+  shape = (*state_bhvk.shape[:2], pieces - 1 - first, WIDTH, WIDTH)
+  identity = jnp.broadcast_to(jnp.eye(WIDTH, dtype=jnp.float32), shape)
   states = [state_bhvk]
-  for p in range(shape[2] - 1):
+  if first:
+    states.append(constant_bhpvk[:, :, 0])
+  if pieces - 1 > first:
+    linear = plan(values=False, output=False, some=(first, pieces - 1))
+    arrays = arrays | {'initial': identity}
+    maps_bhpkl = scan_kernel.scan(arrays, linear)['final']
+  for p in range(first, pieces - 1):
     moved_bhvl = jnp.einsum(
-      'bhvk,bhkl->bhvl', state_bhvk, maps_bhpkl[:, :, p], precision='highest'
+      'bhvk,bhkl->bhvl',
+      states[-1],
+      maps_bhpkl[:, :, p - first],
+      precision='highest',
     )
-    state_bhvk = moved_bhvl + constant_bhpvk[:, :, p]
-    states.append(state_bhvk)
+    states.append(moved_bhvl + constant_bhpvk[:, :, p])
   return jnp.stack(states, axis=2)
 
 

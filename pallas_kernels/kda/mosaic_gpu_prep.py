@@ -362,11 +362,14 @@ def _share_rest(place: Place, tiles: Tiles, rest):
   warp.store(address, 0, [warp.exp2(x) for x in rest], predicate=first)
 
 
+def _affine_address(place: Place, affine: ir.Value) -> ir.Value:
+  lane = warp.shift_left(place.lane, 4)
+  return warp.advance(warp.global_address(affine), lane)
+
+
 def _gate_affine(place: Place, affine: ir.Value):
   """-a log2(e) of this head and its product with the bias, for exp2."""
-  address = warp.advance(
-    warp.global_address(affine), warp.shift_left(place.lane, 4)
-  )
+  address = _affine_address(place, affine)
   slope = warp.load_global(address, 0, 4)[0]
   return slope, warp.load_global(address, 4 * WIDTH, 4)
 
@@ -478,10 +481,24 @@ class Owned:
     return self.vectors.at[pl.ds(_FLAGS + CHUNK * slot, CHUNK)]
 
 
+def _expect_affine(affine):
+  """Prefetches what `_gate_affine` will load."""
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+  def prefetch(ctx, affine):
+    del ctx
+    address = _affine_address(Place(), affine)
+    for row in range(2):
+      warp.prefetch(address, 4 * WIDTH * row)
+
+  prefetch(affine)
+
+
 def _fetch_gate(options: Options, place, outer, own: Owned, following: bool):
   """Starts the copies of a chunk's gates and flags."""
   b, head, _, n = place
   tokens = pl.ds(n * CHUNK, CHUNK)
+  _expect_affine(outer['affine'].at[head])
   for half in range(2):
     source = outer['gate'].at[b, tokens, head, pl.ds(64 * half, 64)]
     dest = own.gate(half, following=following)
@@ -564,11 +581,11 @@ def _one_chunk(options: Options, place, following, refs):
     plgpu.barrier_wait(own.rows_arrived)
     _operands(options, local, decay, written)
 
-  if options.masked:
-    plain = outer['plain'][b, n] != 0
   plgpu.barrier_wait(own.gate_arrived)
   if options.masked:
-    # Most chunks lie inside one document and need no masks.
+    # Most chunks lie inside one document and need no masks. Read as float32,
+    # a first flag with the bit PLAIN is at least 2, any other less than 1.
+    plain = own.flags()[0] > 1.0
     unmasked = dataclasses.replace(options, masked=False)
     pl.when(plain)(lambda: operands(unmasked))
     pl.when(~plain)(lambda: operands(options))
@@ -653,7 +670,6 @@ def _inputs(arrays: dict[str, jax.Array], options: Options) -> dict:
     # One buffer holds all vectors, so the flags travel as float32 words.
     flags = arrays['flags']
     read['flags'] = lax.bitcast_convert_type(flags, jnp.float32)
-    read['plain'] = arrays['plain']
   return read
 
 
@@ -693,10 +709,7 @@ def prepare(
     arrays: q, k [B, T, H, 128] and gate [B, T, HV, 128] bfloat16, raw; beta
       [B, HV, N * 64] float32, zero for tokens that are no tokens; affine
       [HV, 2, 128] float32, -exp(a_log) log2(e) and its product with the bias;
-      if options.masked flags [B, N * 64] int32: bits VALID, ENTERS (of the
-      document that entered the chunk), LEAVES (of the one that leaves), and
-      from SEGMENT on a number that differs between the chunk's documents;
-      and plain [B, N] int32, 1 where a chunk needs none of them.
+      if options.masked flags [B, N * 64] int32, see `mosaic_gpu_flags`.
     work: see `Work`.
     options: see `Options`.
 

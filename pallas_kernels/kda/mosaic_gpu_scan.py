@@ -38,6 +38,7 @@ class Plan:
 
   Attributes:
     pieces: independent ranges of equal length that the chunks are cut into.
+    some: the first piece to run and the one to stop before; all if None.
     values: V is read; otherwise it is zero, and the final state is that range's
       linear map applied to the initial state.
     output: O is written.
@@ -47,11 +48,17 @@ class Plan:
   """
 
   pieces: int = 1
+  some: tuple[int, int] | None = None
   values: bool = True
   output: bool = True
   initial: bool = True
   masked: bool = False
   save_state: bool = False
+
+  @property
+  def running(self) -> range:
+    """Pieces that run."""
+    return range(*(self.some or (0, self.pieces)))
 
 
 def _accumulate(*sums):
@@ -200,7 +207,7 @@ class Size:
 
   def blocks(self, plan: Plan) -> int:
     """Thread blocks: one for each piece of each chain."""
-    return self.batch * self.heads * plan.pieces
+    return self.batch * self.heads * len(plan.running)
 
 
 def _size_of(arrays: dict[str, jax.Array], plan: Plan) -> Size:
@@ -216,9 +223,10 @@ def _body(plan: Plan, size: Size, names, *refs):
   index = lax.axis_index('block')
   stage = dict(zip(_stages(plan, size.groups), tiles))
   head, rest = lax.rem(index, size.heads), lax.div(index, size.heads)
-  piece, b = lax.rem(rest, plan.pieces), lax.div(rest, plan.pieces)
+  count = len(plan.running)
+  piece, b = lax.rem(rest, count), lax.div(rest, count)
   longest = pl.cdiv(size.chunks, plan.pieces)
-  first = piece * longest
+  first = (piece + plan.running.start) * longest
   place = (b, head, piece, first, jnp.minimum(longest, size.chunks - first))
   role = lax.axis_index('role')
 
@@ -270,7 +278,7 @@ def _outputs(arrays, plan: Plan, size: Size) -> dict[str, jax.ShapeDtypeStruct]:
   if plan.output:
     shape = arrays['values'].shape
     written['out'] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-  shape = (*lead, plan.pieces, size.width, WIDTH)
+  shape = (*lead, len(plan.running), size.width, WIDTH)
   written['final'] = jax.ShapeDtypeStruct(shape, jnp.float32)
   if plan.save_state:
     shape = (*lead, size.chunks, size.width, WIDTH)
@@ -298,12 +306,13 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
     arrays: minus_key, query, update [B, HV, N * 64, 128] bfloat16; scores
       [B, HV, N * 64, 64] bfloat16; gamma [B, HV, N, 128] float32;
       values [B, T, HV, V] bfloat16, V 64 or 128; flags [B, N * 64] int32 if
-      plan.masked; initial [B, HV, pieces, V, 128] float32 if plan.initial. See
-      `mosaic_gpu_prep` for what they hold. Only what the plan uses is read.
+      plan.masked; initial [B, HV, P, V, 128] float32 for the P pieces that run,
+      if plan.initial. See `mosaic_gpu_prep` for what they hold. Only what the
+      plan uses is read.
     plan: see `Plan`. With several pieces each starts from its own state.
 
   Returns:
-    out [B, T, HV, V] bfloat16 if plan.output; final [B, HV, pieces, V, 128]
+    out [B, T, HV, V] bfloat16 if plan.output; final [B, HV, P, V, 128]
     float32; saved [B, HV, N, V, 128] bfloat16 if plan.save_state.
   """
   size = _size_of(arrays, plan)

@@ -261,6 +261,12 @@ def load_global_bfloat16(address: ir.Value, count: int) -> list[Real]:
   return [x for w in words for x in unpack(w)]
 
 
+def prefetch(address: ir.Value, offset: int):
+  """Brings a line of global memory close, without waiting for it."""
+  address = arith.addi(address, mgpu.c(offset, address.type))
+  utils.inline_ptx('prefetch.global.L1 [$0];', address)
+
+
 def exchange(x: Real, distance: int) -> Real:
   """The value of the lane whose number differs by one bit, `distance`."""
   return Real(utils.shfl_bfly(x.value, distance))
