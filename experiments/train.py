@@ -46,6 +46,15 @@ class StopOnSignal:
     return self._name is not None
 
 
+def parse_flags(argv):
+  """Parses flags; an unknown field or a missing file is one line, no trace."""
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, LookupError, OSError, ValueError) as error:
+    text = str(error).replace('\\n', ' ').replace('\\', '').strip("'")
+    sys.exit(f'error: --config: {text}')
+
+
 def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'unexpected arguments {argv[1:]}.')
@@ -72,4 +81,4 @@ def main(argv):
 if __name__ == '__main__':
   flags.mark_flags_as_required(['config', 'workdir'])
   logging.set_verbosity(logging.WARNING)
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

@@ -45,6 +45,6 @@ def get_config(variant: str = ''):
         StageConfig(context=16384, batch=1, tokens=131_072, long_repeats=2),
       ),
       optim=OptimConfig(lr=1e-2, adam_lr=5e-3),
-      eval=EvalConfig(batches=3, batch_tokens=16384, needles=10),
+      eval=EvalConfig(batches=4, batch_tokens=16384, needles=10),
     )
   )
