@@ -176,7 +176,7 @@ def _raw_arrays(raw, parameters, segment_ids, options: prep.Options) -> dict:
     valid = (segment_ids != 0)[:, :, None]
     beta = _extend(jnp.where(valid, beta, 0.0), 1, CHUNK)
     ids = _extend(segment_ids, 1, CHUNK)
-    arrays['flags'] = packing.flags(ids)
+    arrays['flags'], arrays['plain'] = packing.flags(ids)
   for name, array in (('q', q), ('k', k), ('gate', gate)):
     arrays[name] = _widen(array, 3)
   arrays['beta'] = jnp.swapaxes(beta, 1, 2)

@@ -21,7 +21,6 @@ from pallas_kernels.kda.mosaic_gpu_place import (
   CHUNK,
   ENTERS,
   LEAVES,
-  PLAIN,
   SEGMENT,
   VALID,
 )
@@ -70,8 +69,8 @@ def _latest_before(last: warp.Word, thread: warp.Word, scratch: warp.Word):
   return before
 
 
-def _chunk_flags(ids, before: warp.Word) -> list[warp.Word]:
-  """Flags of a chunk's tokens."""
+def _chunk_flags(ids, before: warp.Word):
+  """Flags of a chunk's tokens, and 1 if it is plain, else 0."""
   zero, counts, current = warp.word(0), [], before
   count = zero
   for token in ids:
@@ -95,13 +94,12 @@ def _chunk_flags(ids, before: warp.Word) -> list[warp.Word]:
   ]
   ordinary = 1 << VALID | 1 << ENTERS | 1 << LEAVES
   odd = _or([warp.xor(f, ordinary) for f in flags])
-  plain = _bit(warp.compare(odd, 'eq', 0), PLAIN)
-  return [warp.union(f, plain) for f in flags]
+  return flags, _bit(warp.compare(odd, 'eq', 0), 0)
 
 
 def _round(chunks: int, refs, first):
   """128 chunks from `first` on."""
-  ids, flags, scratch = refs
+  ids, flags, plain, scratch = refs
   thread = warp.bit_and(utils.thread_idx(), _THREADS - 1)
   chunk = warp.add(thread, first)
   inside = warp.compare(chunk, 'slt', chunks)
@@ -116,23 +114,25 @@ def _round(chunks: int, refs, first):
   for token in tokens[1:]:
     last = _if_zero(token, last)
   before = _latest_before(last, thread, scratch)
-  words = _chunk_flags(tokens, before)
+  words, ordinary = _chunk_flags(tokens, before)
   dest = warp.advance(flags, warp.times(row, 4 * CHUNK))
   for i in range(0, CHUNK, 4):
     warp.store_global(dest, 4 * i, words[i : i + 4], predicate=inside)
+  dest = warp.advance(plain, warp.shift_left(row, 2))
+  warp.store_global(dest, 0, [ordinary], predicate=inside)
 
 
-def _body(chunks: int, ids_g, flags_g, scratch_s):
+def _body(chunks: int, ids_g, flags_g, plain_g, scratch_s):
   """One sequence."""
   b = lax.axis_index('batch')
   reference = plgpu.RefType()
-  arrays = (ids_g.at[b], flags_g.at[b], scratch_s)
+  arrays = (ids_g.at[b], flags_g.at[b], plain_g.at[b], scratch_s)
 
-  @plgpu.inline_mgpu(arg_types=((reference,) * 3,))
+  @plgpu.inline_mgpu(arg_types=((reference,) * 4,))
   def work(ctx, arrays):
     del ctx
-    outer = [warp.global_address(ref) for ref in arrays[:2]]
-    scratch = warp.shared_address(arrays[2])
+    outer = [warp.global_address(ref) for ref in arrays[:3]]
+    scratch = warp.shared_address(arrays[3])
     thread = warp.bit_and(utils.thread_idx(), _THREADS - 1)
     first = warp.compare(thread, 'eq', 0)
     warp.store(scratch, 0, [warp.word(0)], predicate=first)
@@ -144,16 +144,25 @@ def _body(chunks: int, ids_g, flags_g, scratch_s):
   work(arrays)
 
 
-def flags(segment_ids: jax.Array) -> jax.Array:
-  """Flags of tokens, as `mosaic_gpu_place` numbers them, [B, N * 64] int32.
+def flags(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Flags of tokens and of chunks.
 
   Args:
     segment_ids: [B, N * 64] int32, 0 for padding.
+
+  Returns:
+    [B, N * 64] int32, the flags of tokens that `mosaic_gpu_place` numbers, and
+    [B, N] int32, 1 for chunks of nothing but tokens of one document that
+    entered the chunk and leaves it, else 0.
   """
   batch, length = segment_ids.shape
+  chunks = length // CHUNK
   kernel = plgpu.kernel(
-    lambda *refs: _body(length // CHUNK, *refs),
-    out_type=jax.ShapeDtypeStruct((batch, length), jnp.int32),
+    lambda *refs: _body(chunks, *refs),
+    out_type=(
+      jax.ShapeDtypeStruct((batch, length), jnp.int32),
+      jax.ShapeDtypeStruct((batch, chunks), jnp.int32),
+    ),
     grid=(batch,),
     grid_names=('batch',),
     kernel_name='kda_flags',

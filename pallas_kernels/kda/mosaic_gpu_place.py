@@ -21,9 +21,8 @@ HALF = CHUNK * 64 * 2  # bytes of one [64, 64] bfloat16 tile
 BLOCK_ROWS = 16 * 64 * 2  # bytes of 16 rows of such a tile
 # Flags of a token, as numbers of bits: it is no padding, it is of the document
 # that entered the chunk, of the one that leaves it; then the document's number
-# in the chunk. The last bit is set in chunks where all tokens are all of these.
+# in the chunk.
 VALID, ENTERS, LEAVES, SEGMENT = range(4)
-PLAIN = 30
 
 
 class Place:

@@ -581,11 +581,11 @@ def _one_chunk(options: Options, place, following, refs):
     plgpu.barrier_wait(own.rows_arrived)
     _operands(options, local, decay, written)
 
+  if options.masked:
+    plain = outer['plain'][b, n] != 0
   plgpu.barrier_wait(own.gate_arrived)
   if options.masked:
-    # Most chunks lie inside one document and need no masks. Read as float32,
-    # a first flag with the bit PLAIN is at least 2, any other less than 1.
-    plain = own.flags()[0] > 1.0
+    # Most chunks lie inside one document and need no masks.
     unmasked = dataclasses.replace(options, masked=False)
     pl.when(plain)(lambda: operands(unmasked))
     pl.when(~plain)(lambda: operands(options))
@@ -670,6 +670,7 @@ def _inputs(arrays: dict[str, jax.Array], options: Options) -> dict:
     # One buffer holds all vectors, so the flags travel as float32 words.
     flags = arrays['flags']
     read['flags'] = lax.bitcast_convert_type(flags, jnp.float32)
+    read['plain'] = arrays['plain']
   return read
 
 
@@ -709,7 +710,8 @@ def prepare(
     arrays: q, k [B, T, H, 128] and gate [B, T, HV, 128] bfloat16, raw; beta
       [B, HV, N * 64] float32, zero for tokens that are no tokens; affine
       [HV, 2, 128] float32, -exp(a_log) log2(e) and its product with the bias;
-      if options.masked flags [B, N * 64] int32, see `mosaic_gpu_flags`.
+      if options.masked flags [B, N * 64] and plain [B, N], int32, see
+      `mosaic_gpu_flags`.
     work: see `Work`.
     options: see `Options`.
 

@@ -164,7 +164,7 @@ def test_flags_describe_documents():
   ids[0, 5:192] = np.repeat([3, 1, 3, 0, 3, 7], [50, 20, 40, 30, 20, 27])
   ids[0, 8190:8200] = [7, 7, 7, 2, 2, 0, 0, 2, 5, 5]
   ids[1] = np.sort(rng.integers(0, 50, length))
-  flags = np.asarray(mosaic_gpu_flags.flags(jnp.asarray(ids)))
+  flags, plain = map(np.asarray, mosaic_gpu_flags.flags(jnp.asarray(ids)))
   index = np.asarray(kda_inputs.documents(jnp.asarray(ids)).index)
   index = index.reshape(3, -1, 64)
   last = index[:, :, -1]
@@ -175,9 +175,8 @@ def test_flags_describe_documents():
     + ((index == last[..., None]) << mosaic_gpu_place.LEAVES)
     + ((index - entered[..., None]) << mosaic_gpu_place.SEGMENT)
   )
-  plain = (want == 7).all(-1, keepdims=True)
-  want += plain << mosaic_gpu_place.PLAIN
   np.testing.assert_array_equal(flags.reshape(want.shape), want)
+  np.testing.assert_array_equal(plain, (want == 7).all(-1))
 
 
 def test_pieces_fill_the_chip():
