@@ -123,24 +123,15 @@ def kda_mosaic_gpu(
     masked=segment_ids is not None or q.shape[1] % CHUNK != 0,
     save_inverse=save,
   )
+  length, key_width = q.shape[1], q.shape[3]
   if activate_beta:
     beta = jax.nn.sigmoid(beta.astype(jnp.float32))
-  length = q.shape[1]
   if length % 8:  # bulk copies need whole groups of 8 tokens
     q, k, v, gate = (_extend(x, 1, CHUNK) for x in (q, k, v, gate))
   raw = _raw_arrays((q, k, gate, beta), (a_log, dt_bias), segment_ids, options)
-  key_width, heads = gate.shape[3], v.shape[2]
-  chunks = raw['beta'].shape[2] // CHUNK
-  work = prep.Work(v.shape[0], heads, heads // q.shape[2], chunks)
-  if pieces is None:
-    pieces = _pieces(work.batch * heads, chunks)
-  initial = None
-  if initial_state is not None:
-    initial = jnp.swapaxes(_widen(initial_state, 2), 2, 3)[:, :, None]
-    initial = initial.astype(jnp.float32)
-  results = _run(raw, v, work, (options, initial, pieces))
-  final_state = jnp.swapaxes(results['final'][:, :, -1], 2, 3)[:, :, :key_width]
+  results = _run(raw, v, options, (initial_state, pieces))
   out = results['out'][:, :length]
+  final_state = jnp.swapaxes(results['final'][:, :, -1], 2, 3)[:, :, :key_width]
   if not save:
     return out, final_state
   saved = {'state': results['saved'][..., :key_width]}
@@ -184,13 +175,21 @@ def _raw_arrays(raw, parameters, segment_ids, options: prep.Options) -> dict:
   return arrays
 
 
-def _run(raw: dict, values, work: prep.Work, settings) -> dict:
-  """Preparation and scan."""
-  options, initial, pieces = settings
-  save = options.save_inverse
+def _run(raw: dict, values, options: prep.Options, chains) -> dict:
+  """Preparation and scan; `chains`: initial state or None, pieces or None."""
+  initial, pieces = chains
+  batch, heads, padded = raw['beta'].shape
+  group, chunks = heads // raw['q'].shape[2], padded // CHUNK
+  if pieces is None:
+    pieces = _pieces(batch * heads, chunks)
+  if initial is not None:
+    initial = jnp.swapaxes(_widen(initial, 2), 2, 3)[:, :, None]
+    initial = initial.astype(jnp.float32)
+  work = prep.Work(batch, heads, group, chunks)
   arrays = {**prep.prepare(raw, work, options), 'values': values}
   if options.masked:
     arrays['flags'] = raw['flags']
+  save = options.save_inverse
   results = _scan(arrays, initial, pieces, (options.masked, save))
   if save:
     results['inverse'] = arrays['saved_inverse']

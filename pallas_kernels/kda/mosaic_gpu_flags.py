@@ -122,11 +122,11 @@ def _round(chunks: int, refs, first):
   warp.store_global(dest, 0, [ordinary], predicate=inside)
 
 
-def _body(chunks: int, ids_g, flags_g, plain_g, scratch_s):
+def _body(chunks: int, *refs):
   """One sequence."""
   b = lax.axis_index('batch')
   reference = plgpu.RefType()
-  arrays = (ids_g.at[b], flags_g.at[b], plain_g.at[b], scratch_s)
+  arrays = (*[ref.at[b] for ref in refs[:3]], refs[3])
 
   @plgpu.inline_mgpu(arg_types=((reference,) * 4,))
   def work(ctx, arrays):

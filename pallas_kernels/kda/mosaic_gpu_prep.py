@@ -276,8 +276,9 @@ def _rows_of(place: Place, tile: warp.Word, norm_of, masks):
   return row
 
 
-def _scale_rows(place: Place, tiles: Tiles, decay, outputs, options: Options):
+def _scale_rows(options: Options, chunk, decay, outputs) -> Factors:
   """Scales queries and keys in place and writes -k~ and scale q~."""
+  place, tiles = chunk
   factors = _block_factors(place, tiles, decay[15], options.offset)
   minus_key, query, gamma = outputs
   enters = _masks(place, tiles, ENTERS)
@@ -381,7 +382,8 @@ def _emit(options: Options, tiles: Tiles, decay, outputs):
   if options.normalize_qk:
     _inverse_norms(place, tiles, options.scale)
   rows = [Rows(place, ref) for ref in outputs[:2]]
-  factors = _scale_rows(place, tiles, decay, (*rows, outputs[2]), options)
+  written = *rows, outputs[2]
+  factors = _scale_rows(options, (place, tiles), decay, written)
   utils.warp_barrier()
   a = blocks.tile_products(place, tiles, 0)
   rows = [blocks.diagonal_inverse(place, a)]
@@ -406,11 +408,9 @@ _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _CARRIED = (CHUNK, WIDTH)
 
 
-def _local(options: Options, tiles, gate, vectors, flags) -> Tiles:
-  """Addresses from references."""
-  tiles, gate, vectors, flags = [
-    warp.shared_address(ref) for ref in (tiles, gate, vectors, flags)
-  ]
+def _local(options: Options, local) -> Tiles:
+  """Addresses from references to tiles, gate, vectors and flags."""
+  tiles, gate, vectors, flags = map(warp.shared_address, local)
   query, key, scores = [
     warp.add(tiles, i * HALF) for i in (_QUERY, _KEY, _SCORES)
   ]
@@ -434,7 +434,7 @@ def _gates(options: Options, local, affine) -> jax.Array:
     del ctx
     place = Place()
     affine = _gate_affine(place, affine) if options.activate_gate else None
-    tiles = _local(options, *local)
+    tiles = _local(options, local)
     rows = _cumulative_decay(place, tiles, affine, options)
     return warp.carry([x for row in rows for x in row], _CARRIED)
 
@@ -451,7 +451,7 @@ def _operands(options: Options, local, decay, outputs):
   )
   def operands(ctx, local, decay, outputs):
     del ctx
-    _emit(options, _local(options, *local), warp.carried(decay), outputs)
+    _emit(options, _local(options, local), warp.carried(decay), outputs)
 
   operands(local, decay, outputs)
 
@@ -494,9 +494,9 @@ def _expect_affine(affine):
   prefetch(affine)
 
 
-def _fetch_gate(options: Options, place, outer, own: Owned, following: bool):
+def _fetch_gate(options: Options, place, refs, *, following: bool):
   """Starts the copies of a chunk's gates and flags."""
-  b, head, _, n = place
+  (outer, own), (b, head, _, n) = refs, place
   tokens = pl.ds(n * CHUNK, CHUNK)
   _expect_affine(outer['affine'].at[head])
   for half in range(2):
@@ -642,7 +642,7 @@ def _body(options: Options, work: Work, names, *refs):
   def fetches(index, own: Owned, ahead: bool):
     """Two functions that start the copies of a task, if it exists."""
     place = lambda: work.locate(index)
-    gate = lambda: _fetch_gate(options, place(), outer, own, ahead)
+    gate = lambda: _fetch_gate(options, place(), (outer, own), following=ahead)
     rows = lambda: _fetch_rows(place(), outer, own)
     when = lambda f: lambda: pl.when(index < work.total)(f)
     return when(gate), when(rows)

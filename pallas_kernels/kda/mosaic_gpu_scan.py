@@ -93,8 +93,9 @@ def _entering_values(plan: Plan, stage, slot, rows) -> jax.Array:
   return jnp.where(valid_vc, v_vc, 0.0)
 
 
-def _chunk_step(plan: Plan, stage, slot, rows, s_vk):
-  """One chunk of 64 rows of values: (O^T or None, the next state)."""
+def _chunk_step(plan: Plan, stage, at, s_vk):
+  """One chunk: (O^T or None, the next state). `at`: slot, and row block."""
+  slot, rows = at
   left = s_vk.astype(jnp.bfloat16)
   decay = _load(stage['gamma'].at[slot], _PER_COLUMN)
   kept_vk = s_vk * lax.broadcast_in_dim(decay, s_vk.shape, [1])
@@ -112,8 +113,9 @@ def _chunk_step(plan: Plan, stage, slot, rows, s_vk):
   return (o_vc[0] if plan.output else None), s_vk
 
 
-def _compute(plan: Plan, place, outer, stage, barriers):
+def _compute(plan: Plan, place, refs):
   """The work of one computing warpgroup: its rows through all its chunks."""
+  outer, stage, barriers = refs
   b, head, piece, first, chunks = place
   full, empty = barriers
   rows = lax.axis_index('role')
@@ -134,7 +136,7 @@ def _compute(plan: Plan, place, outer, stage, barriers):
         stage['saved'].at[rows], outer['saved'].at[b, head, first + n, own]
       )
     plgpu.barrier_wait(full.at[slot])
-    o_vc, s_vk = _chunk_step(plan, stage, slot, rows, s_vk)
+    o_vc, s_vk = _chunk_step(plan, stage, (slot, rows), s_vk)
     plgpu.barrier_arrive(empty.at[slot])
     if plan.output:
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -150,8 +152,9 @@ def _compute(plan: Plan, place, outer, stage, barriers):
   plgpu.wait_smem_to_gmem(0)
 
 
-def _copies(plan: Plan, b, head, n, outer, stage):
-  """(source, destination of a slot) of everything one chunk needs."""
+def _copies(plan: Plan, at, refs):
+  """(source, destination of a slot) of all but the values of chunk `at`."""
+  (b, head, n), (outer, stage, _) = at, refs
   tokens = pl.ds(n * CHUNK, CHUNK)
   names = ['minus_key', 'query', 'update', 'scores']
   if not plan.output:
@@ -163,12 +166,13 @@ def _copies(plan: Plan, b, head, n, outer, stage):
   return copies
 
 
-def _fetch(plan: Plan, place, n, outer, stage, barriers):
+def _fetch(plan: Plan, place, n, refs):
   """Starts the copies of chunk n of this block's range."""
+  outer, stage, barriers = refs
   b, head, _, first, _ = place
   slot = lax.rem(n, _STAGES)
   arrived = barriers[0].at[slot]
-  for source, dest in _copies(plan, b, head, first + n, outer, stage):
+  for source, dest in _copies(plan, (b, head, first + n), refs):
     plgpu.copy_gmem_to_smem(source, dest.at[slot], arrived)
   if plan.values:
     tokens = pl.ds((first + n) * CHUNK, CHUNK)
@@ -177,18 +181,18 @@ def _fetch(plan: Plan, place, n, outer, stage, barriers):
       plgpu.copy_gmem_to_smem(source, stage['values'].at[slot, rows], arrived)
 
 
-def _produce(plan: Plan, place, outer, stage, barriers):
+def _produce(plan: Plan, place, refs):
   """Keeps the ring of stages full."""
-  chunks = place[4]
+  chunks, barriers = place[4], refs[2]
 
   @pl.loop(0, jnp.minimum(chunks, _STAGES))
   def _(n):
-    _fetch(plan, place, n, outer, stage, barriers)
+    _fetch(plan, place, n, refs)
 
   @pl.loop(_STAGES, chunks)
   def _(n):
     plgpu.barrier_wait(barriers[1].at[lax.rem(n, _STAGES)])
-    _fetch(plan, place, n, outer, stage, barriers)
+    _fetch(plan, place, n, refs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,16 +233,17 @@ def _body(plan: Plan, size: Size, names, *refs):
   first = (piece + plan.running.start) * longest
   place = (b, head, piece, first, jnp.minimum(longest, size.chunks - first))
   role = lax.axis_index('role')
+  refs = outer, stage, (full, empty)
 
   @pl.when(role < size.groups)
   def _():
     plgpu.set_max_registers(224, action='increase')
-    _compute(plan, place, outer, stage, (full, empty))
+    _compute(plan, place, refs)
 
   @pl.when(role == size.groups)
   def _():
     plgpu.set_max_registers(40, action='decrease')
-    _produce(plan, place, outer, stage, (full, empty))
+    _produce(plan, place, refs)
 
   plgpu.barrier_arrive(done)
   plgpu.barrier_wait(done)

@@ -272,7 +272,7 @@ def exchange(x: Real, distance: int) -> Real:
   return Real(utils.shfl_bfly(x.value, distance))
 
 
-def _store(space: str, address: ir.Value, offset: int, values, predicate):
+def _store(space: str, address: ir.Value, offset: int, values, *, predicate):
   raw = [v.value if isinstance(v, Real) else v for v in values]
   raw = [arith.bitcast(_i32(), v) if v.type == _f32() else v for v in raw]
   names = ', '.join(f'${i + 1}' for i in range(len(raw)))
@@ -292,7 +292,7 @@ def store(
   predicate: ir.Value | None = None,
 ):
   """Writes 1, 2 or 4 consecutive words to shared memory."""
-  _store('shared', address, offset, values, predicate)
+  _store('shared', address, offset, values, predicate=predicate)
 
 
 def store_global(
@@ -302,7 +302,7 @@ def store_global(
   predicate: ir.Value | None = None,
 ):
   """Writes 1, 2 or 4 consecutive words to global memory."""
-  _store('global', address, offset, values, predicate)
+  _store('global', address, offset, values, predicate=predicate)
 
 
 def load_block(address: Word, offset: int = 0, *, transposed=False) -> list:
