@@ -30,21 +30,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.kda import inputs as kda_inputs
 
 _SUB = 16
 # Chunks times heads times batch that are prepared together: enough to fill a
-# few cores, few enough that the temporaries stay in a cache.
+# few cores, few enough that the temporaries stay in a cache. Where one chunk
+# of the batch is more, a CPU takes the batch in slices.
 _GROUP_CELLS = 32
 
 
 class Plan(NamedTuple):
-  """`groups` groups of `group` chunks of `chunk` tokens cover the sequence."""
+  """`groups` groups of `group` chunks of `chunk` tokens cover the sequence.
+
+  The batch goes through in `slices` parts, one after the other.
+  """
 
   chunk: int
   group: int
   groups: int
+  slices: int
 
 
 class Group(NamedTuple):
@@ -100,31 +107,63 @@ def _dot(subscripts: str, a, b, dtype) -> jax.Array:
   )
 
 
-def _plan(cells: int, length: int, chunk_size: int) -> Plan:
+def _plan(v_bthv: jax.Array, chunk_size: int) -> Plan:
+  batch, length, heads = v_bthv.shape[:3]
   chunk = min(chunk_size, -(-length // _SUB) * _SUB)
   chunks = -(-length // chunk)
-  most = max(1, min(chunks, _GROUP_CELLS // cells))
+  slices = _slices(v_bthv)
+  most = max(1, min(chunks, _GROUP_CELLS * slices // (batch * heads)))
   groups = -(-chunks // most)
-  return Plan(chunk, -(-chunks // groups), groups)
+  return Plan(chunk, -(-chunks // groups), groups, slices)
+
+
+def _slices(v_bthv: jax.Array) -> int:
+  """Parts of a batch that would not fit a CPU's cache in one piece."""
+  if pltpu.is_tpu_device() or dispatch.device_kind() != 'cpu':
+    return 1  # these want all the parallel work that there is
+  batch, heads = (_local_size(v_bthv, axis) for axis in (0, 2))
+  least = min(batch, -(-batch * heads // _GROUP_CELLS))
+  # Without a divisor near the best number, parts would be too small.
+  near = range(least, 2 * least)
+  return next((n for n in near if batch % n == 0), 1)
+
+
+def _local_size(x: jax.Array, axis: int) -> int:
+  """Length of the axis on one device, as far as types tell."""
+  sharding = jax.typeof(x).sharding
+  names = sharding.spec[axis] or ()
+  names = (names,) if isinstance(names, str) else names
+  return x.shape[axis] // math.prod(sharding.mesh.shape[n] for n in names)
+
+
+def _sliced(x: jax.Array, plan: Plan) -> jax.Array:
+  """[B, ...] to [slices, B / slices, ...], whichever way B is sharded."""
+  x = x.reshape(-1, plan.slices, *x.shape[1:])
+  return jnp.moveaxis(x, 1, 0)
+
+
+def _unsliced(x: jax.Array) -> jax.Array:
+  return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 def _grouped(x: jax.Array, plan: Plan) -> jax.Array:
-  """[B, T, ...] padded and cut to [groups, B, L, ...]."""
+  """[B, T, ...] padded and cut to [slices, groups, B / slices, L, ...]."""
   length = plan.chunk * plan.group
   tail = plan.groups * length - x.shape[1]
   if tail:
     x = jnp.pad(x, [(0, 0), (0, tail)] + [(0, 0)] * (x.ndim - 2))
-  x = x.reshape(x.shape[0], plan.groups, length, *x.shape[2:])
-  return jnp.moveaxis(x, 1, 0)
+  x = x.reshape(-1, plan.slices, plan.groups, length, *x.shape[2:])
+  return jnp.moveaxis(x, 0, 2)
 
 
 def _ungrouped(x: jax.Array, length: int) -> jax.Array:
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+  x = jnp.moveaxis(x, 2, 0)
+  batch = x.shape[0] * x.shape[1]
+  return x.reshape(batch, -1, *x.shape[4:])[:, :length]
 
 
 def _groups(raw: kda_inputs.Raw, segment_ids, plan: Plan) -> Group:
-  """All groups, stacked on a leading axis."""
+  """All groups of all slices, stacked on two leading axes."""
   arrays = tuple(_grouped(x, plan) for x in raw[:5])
   batch, length = raw.q.shape[:2]
   if segment_ids is None:
@@ -133,9 +172,9 @@ def _groups(raw: kda_inputs.Raw, segment_ids, plan: Plan) -> Group:
     valid = jnp.ones((batch, length), bool)
     return Group(arrays, _grouped(valid, plan), None, None)
   ids = _grouped(segment_ids, plan)
-  docs = kda_inputs.documents(_ungrouped(ids, ids.shape[0] * ids.shape[2]))
+  docs = kda_inputs.documents(_ungrouped(ids, ids.shape[1] * ids.shape[3]))
   document = _grouped(docs.index, plan)
-  before = jnp.pad(document[:-1, :, -1], ((1, 0), (0, 0)))
+  before = jnp.pad(document[:, :-1, :, -1], ((0, 0), (1, 0), (0, 0)))
   return Group(arrays, _grouped(docs.valid, plan), document, before)
 
 
@@ -432,6 +471,8 @@ def _backward_group(d_state_bhkv, group: Group, kept, call):
   )
   through_nbhk = p.tiles.gamma_nbhk * (states_nbhkv * d_after_nbhkv).sum(-1)
   own_nbhc = (d_out_nbhcv * update_nbhcv.astype(wide)).sum(-1)
+  # Else XLA's CPU compiler sums again for every element that it multiplies.
+  own_nbhc = lax.optimization_barrier(own_nbhc)
   d_q, d_k, d_decay = _operand_gradients(
     p, x, d_weights_nbhzwxs, (d_read, d_erase, d_write, own_nbhc, through_nbhk)
   )
@@ -520,8 +561,7 @@ def chunked(
   raw: kda_inputs.Raw, initial_state, segment_ids, settings
 ) -> tuple[jax.Array, jax.Array]:
   """Output [B, T, HV, V] and final state [B, HV, K, V]; see `kda`."""
-  batch, length, heads = raw.v.shape[:3]
-  plan = _plan(batch * heads, length, settings.chunk_size)
+  plan = _plan(raw.v, settings.chunk_size)
   call = (settings._replace(chunk_size=plan.chunk), plan)
   # Parameter gradients add up over groups in the wide dtype.
   wide = kda_inputs.wide(raw.q.dtype)
@@ -544,10 +584,11 @@ def _forward(call, raw, initial_state, segment_ids):
     after, out, inverse = _forward_group(state, group, raw[5:], settings)
     return after, (out, (state, inverse))
 
-  state, (out, kept) = lax.scan(
-    step, initial_state, _groups(raw, segment_ids, plan)
+  state, (out, kept) = lax.map(
+    lambda xs: lax.scan(step, *xs),
+    (_sliced(initial_state, plan), _groups(raw, segment_ids, plan)),
   )
-  return _ungrouped(out, raw.q.shape[1]), state, kept
+  return _ungrouped(out, raw.q.shape[1]), _unsliced(state), kept
 
 
 def _chunked_forward(call, raw, initial_state, segment_ids):
@@ -578,17 +619,17 @@ def _chunked_backward(call, residuals, cotangents):
     d_parameters = jax.tree.map(jnp.add, d_parameters, d_group)
     return (d_state, d_parameters), d_arrays
 
-  groups = _groups(raw, segment_ids, plan)
   zeros = jax.tree.map(jnp.zeros_like, raw[5:])
-  (d_state, d_parameters), d_arrays = lax.scan(
-    step,
-    (d_state, zeros),
-    (groups, (entering, inverse, _grouped(d_out, plan))),
-    reverse=True,
+  groups = _groups(raw, segment_ids, plan)
+  kept = (entering, inverse, _grouped(d_out, plan))
+  (d_state, d_parameters), d_arrays = lax.map(
+    lambda xs: lax.scan(step, (xs[0], zeros), xs[1:], reverse=True),
+    (_sliced(d_state, plan), groups, kept),
   )
   length = raw.q.shape[1]
   d_arrays = [_ungrouped(x, length) for x in d_arrays]
-  return kda_inputs.Raw(*d_arrays, *d_parameters), d_state, None
+  d_parameters = jax.tree.map(lambda d: d.sum(0), d_parameters)
+  return kda_inputs.Raw(*d_arrays, *d_parameters), _unsliced(d_state), None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -1,5 +1,7 @@
 """Refusals of KDA's interface, and its types under sharding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,13 +120,16 @@ AXES |= {'a_log': P('tensor'), 'dt_bias': P('tensor', None)}
 AXES['initial_state'] = P('data', 'tensor', None, None)
 
 
-@pytest.mark.parametrize('initial_state', [True, False])
-def test_explicit_sharding(initial_state):
-  """Results and gradients keep the sharding of batch and heads."""
+@pytest.mark.parametrize(
+  'batch,initial_state', [(2, True), (2, False), (64, True)]
+)
+def test_explicit_sharding(batch, initial_state):
+  """Results and gradients keep the sharding, also of a batch in slices."""
   mesh = jax.sharding.AbstractMesh(
     (2, 2), ('data', 'tensor'), axis_types=(AxisType.Explicit,) * 2
   )
-  shapes = jax.eval_shape(SPEC.arguments)
+  spec = dataclasses.replace(SPEC, batch=batch)
+  shapes = jax.eval_shape(spec.arguments)
   if not initial_state:
     shapes.pop('initial_state')
   with jax.sharding.use_abstract_mesh(mesh):

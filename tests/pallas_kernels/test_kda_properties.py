@@ -107,6 +107,20 @@ def test_other_bounds(bound):
     assert testing.relative_rms(got[name], want[name]) < 1e-4, name
 
 
+def test_a_batch_in_slices():
+  """More rows than are prepared together, with a state and documents each."""
+  spec = arg_specs.ArgSpec('large', 45, 40, 1, 2, 16, 24, 3, 'float32')
+  arguments, cotangents = spec.arguments(), spec.cotangents()
+  got = evaluate(arguments, cotangents)
+  want = jax.jit(
+    functools.partial(
+      arg_specs.outputs_and_gradients, implementation='reference'
+    )
+  )(arguments, cotangents)
+  for name in want:
+    assert testing.relative_rms(got[name], want[name]) < 1e-5, name
+
+
 @pytest.mark.parametrize('last', [0, 14, 15, 16, 31, 32, 50])
 def test_later_tokens_change_nothing_before(last):
   arguments = DENSE.arguments()
