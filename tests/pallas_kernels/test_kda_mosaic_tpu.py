@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import testing
 from pallas_kernels.kda import arg_specs, kda, mosaic_tpu
@@ -14,13 +15,23 @@ from pallas_kernels.kda import inputs as kda_inputs
 # One shape of heads of one width; one with packed documents and padding, a
 # partial last chunk, grouped value heads, and widths that are no lane tile.
 PLAIN = arg_specs.ArgSpec('plain', 1, 128, 2, 2, 128, 128)
-PACKED = arg_specs.ArgSpec('packed', 1, 150, 1, 2, 64, 256, 4)
-WIDE = arg_specs.ArgSpec('wide', 1, 100, 1, 1, 256, 64, 3)
+PACKED = arg_specs.ArgSpec('packed', 1, 150, 1, 2, 64, 128, 4)
+WIDE = arg_specs.ArgSpec('wide', 1, 100, 1, 1, 64, 256, 3)
+TALL = arg_specs.ArgSpec('tall', 1, 100, 2, 2, 256, 64, 3)
 LONE = arg_specs.ArgSpec('lone', 2, 17, 1, 3, 128, 128)
 
 
-@functools.partial(jax.jit, static_argnames=('chunk_size', 'save', 'active'))
-def evaluate(arguments, cotangents, chunk_size=64, save='inputs', active=True):
+@functools.partial(
+  jax.jit, static_argnames=('chunk_size', 'save', 'active', 'interpret')
+)
+def evaluate(
+  arguments,
+  cotangents,
+  chunk_size=64,
+  save='inputs',
+  active=True,
+  interpret=True,
+):
   """As `arg_specs.outputs_and_gradients`, by the interpreted TPU kernels."""
   arguments = dict(arguments)
   ids = arguments.pop('segment_ids', None)
@@ -32,7 +43,7 @@ def evaluate(arguments, cotangents, chunk_size=64, save='inputs', active=True):
     settings = kda_inputs.Settings(
       -5.0, raw.q.shape[3] ** -0.5, active, active, active, chunk_size, save
     )
-    return mosaic_tpu.chunked(raw, state, ids, settings, interpret=True)
+    return mosaic_tpu.chunked(raw, state, ids, settings, interpret)
 
   (out, state), pull = jax.vjp(run, arguments)
   gradients = pull((cotangents[0].astype(out.dtype), cotangents[1]))[0]
@@ -86,7 +97,7 @@ def test_packed_numbers():
 
 SLOW = [
   (spec, gates, chunk_size, save)
-  for spec in (PACKED, WIDE, LONE)
+  for spec in (PACKED, WIDE, TALL, LONE)
   for gates in ('mixed', 'slow', 'saturated')
   for chunk_size, save in ((64, 'state'), (128, 'state_and_t'))
 ]
@@ -180,6 +191,17 @@ def test_a_sequence_of_padding_passes_the_state_on():
   np.testing.assert_array_equal(got['final_state'], arguments['initial_state'])
   np.testing.assert_array_equal(got['initial_state'], cotangents[1])
   assert not np.asarray(got['out'], np.float32).any()
+
+
+@pytest.mark.slow
+def test_strict_memory():
+  """No byte is read that nobody wrote, and no two copies collide."""
+  arguments, cotangents = PACKED.arguments(), PACKED.cotangents()
+  strict = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
+  want = evaluate(arguments, cotangents)
+  got = evaluate(arguments, cotangents, interpret=strict)
+  for name in want:
+    np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
 @pytest.mark.slow
