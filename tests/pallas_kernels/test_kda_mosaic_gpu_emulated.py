@@ -8,6 +8,7 @@ and the last products is checked without a GPU.
 
 import types
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from pallas_kernels.kda import (
   mosaic_gpu_place,
   mosaic_gpu_prep,
   mosaic_gpu_tiles,
+  reference,
 )
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 
@@ -420,15 +422,16 @@ def test_options(machine, changed, case):
 
 
 def flags_of(ids):
-  """Flags of the middle one of three chunks."""
-  index = kda_inputs.documents(jnp.asarray(ids[None])).index
-  index = np.asarray(index)[0]
-  middle = index[64:128]
+  """Flags of every chunk of a sequence, [N, 64]."""
+  index = np.asarray(kda_inputs.documents(jnp.asarray(ids[None])).index)
+  index = index.reshape(-1, 64)
+  last = index[:, -1:]
+  entered = np.concatenate([np.zeros((1, 1), int), last[:-1]])
   return (
-    ((ids[64:128] != 0) << mosaic_gpu_place.VALID)
-    + ((middle == index[63]) << mosaic_gpu_place.ENTERS)
-    + ((middle == index[127]) << mosaic_gpu_place.LEAVES)
-    + ((middle - index[63]) << mosaic_gpu_place.SEGMENT)
+    ((ids != 0).reshape(index.shape) << mosaic_gpu_place.VALID)
+    + ((index == entered) << mosaic_gpu_place.ENTERS)
+    + ((index == last) << mosaic_gpu_place.LEAVES)
+    + ((index - entered) << mosaic_gpu_place.SEGMENT)
   ).astype(np.int32)
 
 
@@ -439,7 +442,7 @@ def test_documents_and_padding(machine, bounds):
   ids = np.ones(192, np.int32)
   first, second, third = bounds
   ids[first:second], ids[second:third], ids[third:] = 2, 0, 3
-  flags = flags_of(ids)
+  flags = flags_of(ids)[1]
   q, k, gate, beta = chunk(2, 'mixed')
   for x in (q, k, gate):
     x[ids[64:128] == 0] = np.nan
@@ -460,15 +463,51 @@ def test_flags(machine, chunks):
   for start in range(0, chunks, THREADS):
     references = (ids, 0), (flags, 0), (plain, 0), words(0)
     mosaic_gpu_flags._round(chunks, references, words(start))
-  index = np.asarray(kda_inputs.documents(jnp.asarray(ids[None])).index)
-  index = index.reshape(-1, 64)
-  last = index[:, -1]
-  entered = np.append(0, last[:-1])[:, None]
-  want = (
-    ((ids != 0).reshape(index.shape) << mosaic_gpu_place.VALID)
-    + ((index == entered) << mosaic_gpu_place.ENTERS)
-    + ((index == last[:, None]) << mosaic_gpu_place.LEAVES)
-    + ((index - entered) << mosaic_gpu_place.SEGMENT)
-  )
+  want = flags_of(ids)
   np.testing.assert_array_equal(flags.reshape(want.shape), want)
   np.testing.assert_array_equal(plain, (want == 7).all(-1))
+
+
+def scan(chunks, values, state):
+  """What `mosaic_gpu_scan` computes, without its roundings."""
+  outs = []
+  for operands, v in zip(chunks, values):
+    e = v + operands['minus_key'] @ state
+    outs.append(operands['query'] @ state + operands['scores'] @ e)
+    state = operands['gamma'][:, None] * state + operands['update'].T @ e
+  return np.concatenate(outs), state
+
+
+@pytest.mark.parametrize('packed', [False, True])
+def test_chunks_make_the_recurrence(machine, packed):
+  """Operands of three chunks, scanned, against the float64 reference."""
+  ids = np.ones(192, np.int32)
+  if packed:
+    ids[:3], ids[40:100], ids[100:110], ids[150:] = 0, 2, 0, 3
+  valid = (ids != 0).reshape(3, 64)
+  masked, flags = options(masked=packed), flags_of(ids)
+  raws = [chunk(10 + n, 'mixed') for n in range(3)]
+  raws = [(*r[:3], np.where(v, r[3], 0)) for r, v in zip(raws, valid)]
+  rng = np.random.default_rng(0)
+  values = np.where(valid[..., None], rng.normal(size=(3, 64, 16)), 0)
+  state = rng.normal(size=(128, 16))
+  chunks = [
+    run(machine, masked, raw, flags[n] if packed else None)
+    for n, raw in enumerate(raws)
+  ]
+  out, final = scan(chunks, values, state)
+  with jax.enable_x64(True):
+    whole = lambda x: jnp.asarray(np.concatenate(x)[None, :, None], jnp.float64)
+    q, k, gate, beta = (whole(x) for x in zip(*raws))
+    raw = kda_inputs.Raw(
+      *(q, k, whole(values), gate, beta),
+      jnp.log(jnp.full((1,), 1.3, jnp.float64)),
+      jnp.full((1, 128), 0.2, jnp.float64),
+    )
+    settings = kda_inputs.Settings(-5.0, 128**-0.5, True, True, False)
+    want = reference.recurrence(
+      raw, jnp.asarray(state[None, None]), jnp.asarray(ids[None]), settings
+    )
+    want_out, want_final = map(np.asarray, want)
+  assert testing.relative_rms(out, want_out[0, :, 0]) < 4e-3
+  assert testing.relative_rms(final, want_final[0, 0]) < 4e-3
