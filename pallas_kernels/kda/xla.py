@@ -471,8 +471,6 @@ def _backward_group(d_state_bhkv, group: Group, kept, call):
   )
   through_nbhk = p.tiles.gamma_nbhk * (states_nbhkv * d_after_nbhkv).sum(-1)
   own_nbhc = (d_out_nbhcv * update_nbhcv.astype(wide)).sum(-1)
-  # Else XLA's CPU compiler sums again for every element that it multiplies.
-  own_nbhc = lax.optimization_barrier(own_nbhc)
   d_q, d_k, d_decay = _operand_gradients(
     p, x, d_weights_nbhzwxs, (d_read, d_erase, d_write, own_nbhc, through_nbhk)
   )
