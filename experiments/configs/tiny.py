@@ -32,7 +32,7 @@ def get_config(variant: str = ''):
         residual_block=1,
         init_std=0.06,
         dtype='float32',
-        kda=KdaConfig(key_dim=32, gate_rank=32, **heads),
+        kda=KdaConfig(key_dim=32, gate_rank=32, chunk_size=16, **heads),
         mla=MlaConfig(
           query_rank=32, kv_rank=16, nope_dim=32, shared_dim=16, **heads
         ),
