@@ -39,10 +39,10 @@ def get_config(variant: str = ''):
         moe=MoeConfig(experts=16, top_k=2, hidden=64, latent=48),
       ),
       stages=(
-        StageConfig(context=128, batch=64, tokens=600_000, micro_batches=8),
+        StageConfig(context=128, batch=64, tokens=700_000, micro_batches=8),
         StageConfig(context=1024, batch=8, tokens=250_000, micro_batches=8),
         StageConfig(context=4096, batch=2, tokens=165_000, micro_batches=2),
-        StageConfig(context=16384, batch=1, tokens=131_072, long_repeats=2),
+        StageConfig(context=16384, batch=1, tokens=196_608, long_repeats=2),
       ),
       optim=OptimConfig(lr=1e-2, adam_lr=5e-3),
       eval=EvalConfig(batches=4, batch_tokens=16384, needles=10),
