@@ -109,16 +109,19 @@ class Schedule:
 def _dump_directory() -> pathlib.Path:
   """Where libtpu writes schedules; it reads this setting when it is loaded."""
   directory = pathlib.Path(tempfile.mkdtemp(prefix='tpu_schedule_'))
-  for name, value in _ENVIRONMENT.items():
-    os.environ.setdefault(name, value)
   flags = f'--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true'
   given = os.environ.get('LIBTPU_INIT_ARGS', '')
   os.environ['LIBTPU_INIT_ARGS'] = f'{given} {flags}'.strip()
   return directory
 
 
-def devices(chip: str) -> list:
+def devices(chip: str, dump: bool = True) -> list:
   """Devices of the chip's topology, to compile for.
+
+  Args:
+    chip: a key of CHIPS.
+    dump: have schedules written from now on; decided once a process, when
+      libtpu is loaded. A whole model writes gigabytes.
 
   Raises:
     ValueError: a chip that is not in CHIPS.
@@ -126,7 +129,10 @@ def devices(chip: str) -> list:
   """
   if chip not in CHIPS:
     raise ValueError(f'chip={chip!r} is unknown; choose one of {list(CHIPS)}.')
-  _dump_directory()
+  for name, value in _ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+  if dump:
+    _dump_directory()
   try:
     topology = topologies.get_topology_desc(
       platform='tpu', topology_name=CHIPS[chip].topology
