@@ -23,6 +23,7 @@ Remat = Literal['none', 'block', 'full']
 Balance = Literal['quantile', 'sign', 'aux_loss', 'none']
 Mixer = Literal['kda', 'mla']
 Ffn = Literal['dense', 'moe']
+Dispatch = Literal['auto', 'replicated', 'ring', 'all_to_all']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +89,27 @@ class MoeConfig:
   hidden: int = 32
   latent: int = 32
   weight_scale: float = 1.0
+  dispatch: Dispatch = 'auto'  # how tokens and experts meet on several devices
+  capacity: float | None = None  # of 'all_to_all'; None: never drops a token
 
   def __post_init__(self):
     if not 0 < self.top_k < self.experts:
       raise ValueError(
         f'moe.top_k={self.top_k} must be at least 1 and smaller than '
         f'moe.experts={self.experts}: the cutoff is the (top_k+1)-th score.'
+      )
+    if self.capacity is None:
+      return
+    if self.dispatch != 'all_to_all':
+      raise ValueError(
+        f'moe.capacity={self.capacity} limits the buffers of all_to_all and '
+        f"moe.dispatch={self.dispatch!r}; set moe.dispatch='all_to_all' or "
+        'moe.capacity=None.'
+      )
+    if self.capacity < 1.0:
+      raise ValueError(
+        f'moe.capacity={self.capacity} would drop tokens at perfect balance; '
+        'use at least 1, such as 1.25, or None to drop none.'
       )
 
 

@@ -55,7 +55,7 @@ def plot_loss(
     tokens: training tokens seen at each record.
     loss: training loss there, nats a token.
     stages: in order.
-    heldout: (tokens, loss) of held-out text.
+    heldout: (tokens, loss) of held-out text; NaN interrupts the line.
   """
   figure, axes = _figure(8.0, 4.2)
   tokens, loss = np.asarray(tokens, float), np.asarray(loss, float)
@@ -73,7 +73,7 @@ def plot_loss(
   )
   lines = smooth
   if heldout is not None:
-    axes.plot(*heldout, 'o-', color=_HELDOUT, markersize=4, label='held-out')
+    axes.plot(*heldout, 'o:', color=_HELDOUT, markersize=5, label='held-out')
     lines = np.concatenate([smooth, np.asarray(heldout[1], float)])
   _shade(axes, stages)
   _limit_losses(axes, loss, lines)

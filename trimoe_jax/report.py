@@ -68,10 +68,7 @@ def draw(run: Run, steps: list[Record], evals: list[Record]):
       plots.StageSpan(f'{n:,}', a, b)
       for n, a, b in zip(run.contexts, trained[:-1], trained[1:])
     ],
-    heldout=(
-      [r['trained'] for r in evals],
-      [r['heldout_loss'] for r in evals],
-    ),
+    heldout=_heldout_lines(evals),
   )
   model = run.config.model
   plots.plot_violation(
@@ -87,6 +84,22 @@ def draw(run: Run, steps: list[Record], evals: list[Record]):
     figures / 'loss_by_position.png',
     [_position_curve(record) for _, record in stage_ends(evals)],
   )
+
+
+def _heldout_lines(evals: list[Record]) -> tuple[list, list]:
+  """Tokens and held-out losses with a gap after every stage.
+
+  Stages are measured on rows of their own context, so a line from one to the
+  next would mean nothing.
+  """
+  tokens, losses = [], []
+  for i, record in enumerate(evals):
+    if i and record['stage'] != evals[i - 1]['stage']:
+      tokens.append(record['trained'])
+      losses.append(math.nan)
+    tokens.append(record['trained'])
+    losses.append(record['heldout_loss'])
+  return tokens, losses
 
 
 def _depth_rows(run: Run, depth: list) -> list[tuple[str, dict[str, float]]]:

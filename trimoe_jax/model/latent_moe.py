@@ -13,12 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import (
-  combine,
-  dispatch,
-  grouped_matmul,
-  sort_rows,
-)
+from pallas_kernels.grouped_matmul import grouped_matmul
 from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.model import router
@@ -32,6 +27,7 @@ from trimoe_jax.model.parameters import (
   ones,
   uniform,
 )
+from trimoe_jax.parallel.expert import Routes, run_experts
 
 TOKENS = ('batch', 'seq', None)
 
@@ -101,7 +97,7 @@ def moe_layer(
     mask = sharding.constrain(jnp.ones(x_btd.shape[:2], bool), *TOKENS[:2])
   routed = sharding.local(
     lambda *args: _route_and_run(*args, config=config, observe=observe),
-    inputs=(TOKENS, TOKENS, TOKENS[:2], (), ()),
+    inputs=(TOKENS, TOKENS, TOKENS[:2], ('experts', None, None), ()),
     outputs=(TOKENS, ('shards',)),
   )
   u_btl, stats = routed(logits_bte, z_btl, mask, experts, state)
@@ -123,25 +119,42 @@ def _route_and_run(
   config: ModelConfig,
   observe: bool,
 ) -> tuple[jax.Array, Any]:
-  """Routing and experts of one device's tokens; experts are replicated."""
-  shape = z_btl.shape
+  """Routing of one device's tokens, by whatever device has their experts."""
+  shape, moe = z_btl.shape, config.moe
   logits_te = logits_bte.reshape(-1, logits_bte.shape[-1])
-  z_tl, mask_t = z_btl.reshape(-1, shape[-1]), mask_bt.reshape(-1)
+  mask_t = mask_bt.reshape(-1)
   indices_tj, weights_tj, stats = router.route(
-    logits_te,
-    state,
-    config.moe,
-    config.router,
-    mask=mask_t,
-    observe=observe,
+    logits_te, state, moe, config.router, mask=mask_t, observe=observe
   )
-  rows = sort_rows(indices_tj, config.moe.experts, mask_t=mask_t)
-  z_gl = dispatch(z_tl, rows)
-  run = lambda x, name: grouped_matmul(x, experts[name], rows.group_sizes)
-  h_gf = situ_glu(run(z_gl, 'gate'), run(z_gl, 'up'), config)
-  u_tl = combine(run(h_gf, 'down'), weights_tj, rows)
+  # Only training may drop tokens: there they are counted, and what a model
+  # says must not depend on how many tokens it is shown at once.
+  capacity = moe.capacity if observe else None
+  u_tl, dropped = run_experts(
+    lambda *args: _expert_mlps(*args, config=config),
+    experts,
+    z_btl.reshape(-1, shape[-1]),
+    Routes(indices_tj, weights_tj, mask_t),
+    axis='expert' if sharding.mesh_is_set() else None,
+    strategy=moe.dispatch,
+    capacity=capacity,
+  )
+  if capacity is not None:
+    stats = stats.replace(dropped=dropped)
   stats = jax.tree.map(lambda s: s[None], stats)  # one entry a token shard
   return u_tl.reshape(shape), stats
+
+
+def _expert_mlps(
+  experts: dict[str, jax.Array],
+  z_gl: jax.Array,
+  group_sizes_e: jax.Array,
+  *,
+  config: ModelConfig,
+) -> jax.Array:
+  """SiTU-GLU of every row by its expert."""
+  run = lambda x, name: grouped_matmul(x, experts[name], group_sizes_e)
+  h_gf = situ_glu(run(z_gl, 'gate'), run(z_gl, 'up'), config)
+  return run(h_gf, 'down')
 
 
 class LatentMoe(nn.Module):

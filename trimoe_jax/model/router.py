@@ -73,6 +73,8 @@ class RouterStats:
       concatenated, not added, so a scan cannot carry them.
     score_sum: float32 [..., E], sum of normalised scores for the auxiliary
       loss, or None. The one field with a gradient.
+    dropped: int32 [...], routed copies that found no room, or None where
+      expert dispatch has no capacity; `route` does not know and leaves None.
     top_k: experts a token selects (static).
   """
 
@@ -82,6 +84,7 @@ class RouterStats:
   counts: jax.Array | None = None
   margins: jax.Array | None = None
   score_sum: jax.Array | None = None
+  dropped: jax.Array | None = None
   top_k: int = flax.struct.field(pytree_node=False, default=1)
 
 
@@ -292,7 +295,8 @@ def metrics(stats: RouterStats) -> dict[str, jax.Array]:
 
   max_vio = max load / mean load - 1; min_vio = 1 - min load / mean load;
   cv = standard deviation / mean; dead = experts without a token (int32);
-  nonfinite = tokens left out (int32). With a histogram also crossing_mass,
+  nonfinite = tokens left out (int32). With a capacity also dropped, the share
+  of the routed copies that found no room. With a histogram also crossing_mass,
   the largest share of the tokens in the bin where an expert's quantile lies,
   and unresolved (int32), the experts for which that bin holds more than their
   whole target load: the bins are too wide for these scores, use more of them,
@@ -307,6 +311,9 @@ def metrics(stats: RouterStats) -> dict[str, jax.Array]:
     'dead': jnp.sum(stats.load == 0, axis=-1, dtype=jnp.int32),
     'nonfinite': stats.nonfinite,
   }
+  if stats.dropped is not None:
+    copies = jnp.maximum(stats.valid * stats.top_k, 1).astype(jnp.float32)
+    found['dropped'] = stats.dropped.astype(jnp.float32) / copies
   if stats.counts is not None:
     _, _, inside_e = quantile_router.crossing(
       stats.counts, stats.valid, stats.top_k
