@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import inputs as kda_inputs
-from pallas_kernels.kda import mosaic_tpu, reference, xla
+from pallas_kernels.kda import mosaic_gpu, mosaic_tpu, reference, xla
 
 LOWEST_BOUND = -5.0
 _SAVE = ('inputs', 'state', 'state_and_t')
@@ -113,6 +113,7 @@ def kda(
   if initial_state is None:
     initial_state = kda_inputs.zero_state(raw)
   run = {
+    'mosaic_gpu': mosaic_gpu.chunked,
     'mosaic_tpu': mosaic_tpu.chunked,
     'xla': xla.chunked,
     'reference': reference.recurrence,
@@ -149,7 +150,9 @@ def _candidates(
   raw: kda_inputs.Raw, settings: kda_inputs.Settings
 ) -> list[dispatch.Candidate]:
   unbounded = _UNBOUNDED if settings.lower_bound is None else None
+  hopper = mosaic_gpu.refusal(*raw[:5], lower_bound=settings.lower_bound)
   return [
+    ('mosaic_gpu', hopper),
     ('mosaic_tpu', mosaic_tpu.refusal(raw, settings)),
     ('xla', unbounded),
     ('reference', None),

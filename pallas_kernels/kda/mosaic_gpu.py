@@ -12,15 +12,18 @@ pieces.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import mosaic_gpu_decode as decode_kernel
 from pallas_kernels.kda import mosaic_gpu_flags as packing
 from pallas_kernels.kda import mosaic_gpu_prep as prep
 from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
+from pallas_kernels.kda import xla
 from pallas_kernels.kda.mosaic_gpu_place import (
   CHUNK,
   WIDTH,
@@ -138,6 +141,46 @@ def kda_mosaic_gpu(
   shape = (*saved['state'].shape[:3], CHUNK, CHUNK)
   saved['inverse'] = results['inverse'].reshape(shape)
   return out, final_state, saved
+
+
+def chunked(
+  raw: kda_inputs.Raw, initial_state, segment_ids, settings
+) -> tuple[jax.Array, jax.Array]:
+  """Output and final state, differentiable; see `kda.api.kda`.
+
+  The gradient is that of the chunk form in plain JAX, which takes the inputs
+  alone and makes its own intermediate results.
+  """
+  return _chunked(settings, raw, initial_state, segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(settings, raw, initial_state, segment_ids):
+  options = settings._asdict()
+  del options['chunk_size'], options['save']
+  return kda_mosaic_gpu(
+    *raw[:5],
+    a_log=raw.a_log,
+    dt_bias=raw.dt_bias,
+    initial_state=initial_state,
+    segment_ids=segment_ids,
+    **options,
+  )
+
+
+def _chunked_forward(settings, raw, initial_state, segment_ids):
+  results = _chunked(settings, raw, initial_state, segment_ids)
+  return results, (raw, initial_state, segment_ids)
+
+
+def _chunked_backward(settings, residuals, cotangents):
+  raw, initial_state, segment_ids = residuals
+  plain = lambda raw, state: xla.chunked(raw, state, segment_ids, settings)
+  _, transpose = jax.vjp(plain, raw, initial_state)
+  return (*transpose(cotangents), None)
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _widen(x, axis: int):

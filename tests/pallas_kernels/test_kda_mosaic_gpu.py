@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import testing
 from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import (
+  kda,
   mosaic_gpu,
   mosaic_gpu_flags,
   mosaic_gpu_place,
@@ -126,6 +127,22 @@ def test_lowers_for_cuda(on_hopper, shape, more, kernels):
   args = shapes_of(shape, **more)
   text = lower(lambda a: mosaic_gpu.kda_mosaic_gpu(**a), args)
   assert text.count('@mosaic_gpu') == kernels
+
+
+def test_is_chosen_and_has_a_gradient(on_hopper):
+  args = shapes_of((1, 100, 2, 128, 128))
+  ids = jax.ShapeDtypeStruct((1, 100), jnp.int32)
+
+  def loss(args, ids):
+    out, state = kda(**args, segment_ids=ids)
+    return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
+
+  text = lower(jax.grad(loss), args, ids)
+  assert text.count('@mosaic_gpu') == 3  # the forward; the gradient is plain
+  gradients = jax.eval_shape(jax.grad(loss), args, ids)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), args
+  )
 
 
 def test_lowers_with_documents_and_saved_tensors(on_hopper):
