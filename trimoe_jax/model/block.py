@@ -201,7 +201,7 @@ def run_body(
 def _checkpointed_layer(node, inputs, stream, shared):
   layer = functools.partial(_layer, node)
   if shared.config.remat == 'full':
-    layer = jax.checkpoint(layer, prevent_cse=False)
+    layer = jax.checkpoint(layer)
   return layer(inputs, stream, shared)
 
 

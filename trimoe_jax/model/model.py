@@ -238,7 +238,7 @@ def _one_block(run, inputs, sources, shared):
   """One residual block: the sources grow by its sum."""
   block = functools.partial(_block, run)
   if shared.config.remat != 'none':
-    block = jax.checkpoint(block, prevent_cse=False)
+    block = jax.checkpoint(block)
   partial, aux, cache = block(inputs, sources, run.first + 1, shared)
   return jnp.concatenate([sources, partial[None]]), aux, cache
 
