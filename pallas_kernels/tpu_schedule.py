@@ -9,12 +9,14 @@ does not replace a measurement.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import glob
 import os
 import pathlib
 import re
+import shutil
 import tempfile
 
 import jax
@@ -109,6 +111,7 @@ class Schedule:
 def _dump_directory() -> pathlib.Path:
   """Where libtpu writes schedules; it reads this setting when it is loaded."""
   directory = pathlib.Path(tempfile.mkdtemp(prefix='tpu_schedule_'))
+  atexit.register(shutil.rmtree, directory, ignore_errors=True)
   flags = f'--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true'
   given = os.environ.get('LIBTPU_INIT_ARGS', '')
   os.environ['LIBTPU_INIT_ARGS'] = f'{given} {flags}'.strip()
@@ -173,7 +176,8 @@ def compile_for(chip: str, function, *arguments) -> Schedule:
   sharding = jax.sharding.SingleDeviceSharding(device)
   place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   directory = _dump_directory()
-  remove_dumps()
+  for path in directory.iterdir():
+    path.unlink()
   with jax.sharding.use_abstract_mesh(abstract_mesh(device)):
     lowered = jax.jit(function).lower(*jax.tree.map(place, arguments))
   compiled = lowered.compile()
@@ -185,12 +189,6 @@ def compile_for(chip: str, function, *arguments) -> Schedule:
       'compiles for a TPU, or start a new process.'
     )
   return Schedule(chip, programs, compiled.memory_analysis().temp_size_in_bytes)
-
-
-def remove_dumps():
-  """Deletes the files that libtpu wrote so far."""
-  for path in _dump_directory().iterdir():
-    path.unlink()
 
 
 def _programs(directory: pathlib.Path):

@@ -191,7 +191,6 @@ def run(
     rows.append(_row(name, bundles, (program,), (schedule, cells)))
   if peer:
     rows += _peer_rows(chip, shape)
-  tpu_schedule.remove_dumps()
   return rows
 
 
