@@ -25,7 +25,8 @@ lint: .venv/dev
 	$(RUN) -m ruff format --check .
 
 bench: .venv/ready
-	$(PLATFORM) $(RUN) -m experiments.bench
+	for verb in kda attention_residual quantile_router grouped_matmul; do \
+	  $(PLATFORM) $(RUN) -m experiments.bench $$verb || exit 1; done
 
 .venv/ready: setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo 'TriMoE needs Python 3.12 or newer and found \
