@@ -116,6 +116,21 @@ class LayerTest(parameterized.TestCase):
       np.float32(stats.dropped) / np.sum(stats.load, axis=1),
     )
 
+  def test_nothing_is_dropped_outside_training(self):
+    moe = dataclasses.replace(CONFIG.moe, dispatch='all_to_all', capacity=1.0)
+    tight = dataclasses.replace(CONFIG, moe=moe)
+    _, (params, x_btd, mask_bt, states) = program('replicated')
+    params, state = jax.tree.map(lambda x: x[0], (params, states))
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def both(params, x_btd, mask_bt, state):
+      layer = functools.partial(moe_layer, params, x_btd)
+      return [layer(c, state=state, mask=mask_bt) for c in (tight, CONFIG)]
+
+    with jax.set_mesh(x_btd.sharding.mesh):
+      (got_btd, _), (want_btd, _) = both(params, x_btd, mask_bt, state)
+    assert_close(got_btd, want_btd)
+
   @parameterized.parameters(('ring', None), ('all_to_all', 1.0))
   def test_communication(self, dispatch, capacity):
     text = program(dispatch, capacity)[0].as_text()

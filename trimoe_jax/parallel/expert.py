@@ -11,7 +11,9 @@ its statistics depend on the strategy:
 - 'all_to_all' sends every token-expert copy to the rank of its expert and back:
   T J (R - 1) / R rows each way, so less than 'ring' once R exceeds J.
 
-What travels has the latent's width. `jax.lax.ragged_all_to_all` would send the
+What travels has the latent's width. Whatever the router does must fit, so
+'ring' holds R T J rows and 'all_to_all' R T min(J, E / R); only a capacity, and
+the drops it brings, take that down to about T J. `jax.lax.ragged_all_to_all` would send the
 copies without padding, but has no CPU backend and is not used.
 
 Suffixes: t tokens, j top-k slot, l latent width, e experts, g rows of one
