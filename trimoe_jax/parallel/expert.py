@@ -13,8 +13,9 @@ its statistics depend on the strategy:
 
 What travels has the latent's width. Whatever the router does must fit, so
 'ring' holds R T J rows and 'all_to_all' R T min(J, E / R); only a capacity, and
-the drops it brings, take that down to about T J. `jax.lax.ragged_all_to_all` would send the
-copies without padding, but has no CPU backend and is not used.
+the drops it brings, take that down to about T J. Without padding the copies
+could travel by `jax.lax.ragged_all_to_all`; it has no CPU backend and is not
+used.
 
 Suffixes: t tokens, j top-k slot, l latent width, e experts, g rows of one
 device's copies, c places in the buffers that all ranks exchange.
