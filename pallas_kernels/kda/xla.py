@@ -89,7 +89,7 @@ class Scan(NamedTuple):
   """Operands of the recurrence over chunks, leading axis n."""
 
   erase: jax.Array  # k exp(G), nbhck
-  write: jax.Array  # k exp(G_C - G), nbhck
+  write: jax.Array  # k exp(G_C - G), nbhck, wide
   inverse: jax.Array  # T, nbhcs
   v: jax.Array
   beta: jax.Array
@@ -336,12 +336,24 @@ def _inverse(alike_nbhcs, beta_nbhc, dtype) -> jax.Array:
 def _scan_operands(x, tiles: Tiles, inverse, dtype) -> Scan:
   return Scan(
     (x.k * tiles.head_nbhck).astype(dtype),
-    (x.k * tiles.tail_nbhck).astype(dtype),
+    x.k * tiles.tail_nbhck,
     inverse,
     x.v,
     x.beta,
     tiles.gamma_nbhk,
   )
+
+
+def _parts(x: jax.Array, dtype) -> list[jax.Array]:
+  """`x` as a sum of operands: one, or in bfloat16 a high and a low part.
+
+  Where keys are alike, what a chunk writes nearly cancels, and one rounding of
+  the keys would be most of the state's error.
+  """
+  high = x.astype(dtype)
+  if high.dtype == x.dtype:
+    return [high]
+  return [high, (x - high.astype(x.dtype)).astype(dtype)]
 
 
 def _states(scan: Scan, state_bhkv):
@@ -358,9 +370,9 @@ def _states(scan: Scan, state_bhkv):
       (chunk.beta[..., None] * error_bhcv).astype(dtype),
       wide,
     ).astype(dtype)
-    after = chunk.gamma[..., None] * state_bhkv + _dot(
-      'bhck,bhcv->bhkv', chunk.write, update_bhcv, wide
-    )
+    after = chunk.gamma[..., None] * state_bhkv
+    for write_bhck in _parts(chunk.write, dtype):
+      after += _dot('bhck,bhcv->bhkv', write_bhck, update_bhcv, wide)
     return after, (state_bhkv, error_bhcv, update_bhcv)
 
   return lax.scan(step, state_bhkv, scan)
@@ -373,7 +385,10 @@ def _state_gradients(scan: Scan, d_update_nbhcv, d_read_nbhkv, d_state_bhkv):
   def step(d_state_bhkv, chunk):
     scan, d_update_bhcv, d_read_bhkv = chunk
     d_update_bhcv += _dot(
-      'bhck,bhkv->bhcv', scan.write, d_state_bhkv.astype(dtype), wide
+      'bhck,bhkv->bhcv',
+      scan.write.astype(dtype),
+      d_state_bhkv.astype(dtype),
+      wide,
     )
     d_r_bhcv = _dot(
       'bhcs,bhcv->bhsv', scan.inverse, d_update_bhcv.astype(dtype), wide
