@@ -22,7 +22,10 @@ VERBS = {
   'quantile_router': 'pallas_kernels.quantile_router.bench',
   'grouped_matmul': 'pallas_kernels.grouped_matmul.bench',
 }
-SCHEDULES = {'kda': 'pallas_kernels.kda.tpu_bench'}
+SCHEDULES = {
+  'kda': 'pallas_kernels.kda.tpu_bench',
+  'quantile_router': 'pallas_kernels.quantile_router.tpu_bench',
+}
 
 
 def parse(flags: list[str]) -> dict:

@@ -24,7 +24,8 @@ from jax.experimental import topologies
 
 _ENVIRONMENT = {'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1'}
 _UTILIZATION = 'final_hlo-static-per-bundle-utilization.txt'
-# A grid loop runs two steps more than its grid: one to fetch, one to write.
+# A grid loop, always the outermost, runs two steps more than its grid: one to
+# fetch, one to write.
 _PIPELINE_STEPS = 2
 # Set-up of a program as a whole, not work of a computation.
 _OVERHEAD = ('<late-', 'TLP')
@@ -232,7 +233,11 @@ def _vmem_bytes(text: str) -> int:
 _BUNDLE = re.compile(
   r'^\s*(?:\d+:)?\s*(?:0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:((?:\s*>)*)'
 )
-_EXIT = re.compile(r'scmp\.ge\.s32\.totalorder \S+ (\d+) /\* loop exit test')
+# The test of a loop whose last work is another loop waits in that one for its
+# end, which is then the test's predicate.
+_EXIT = re.compile(
+  r'scmp\.ge\.s32\.totalorder (\(\S+\), )?\S+ (\d+) /\* loop exit test'
+)
 
 
 def _executed(text: str) -> int:
@@ -261,9 +266,10 @@ def _executed(text: str) -> int:
       open_loops.append([0, 1])
     if open_loops:
       open_loops[-1][0] += 1
-      exit_test = _EXIT.search(line)
-      if exit_test:
-        open_loops[-1][1] = max(int(exit_test[1]) - _PIPELINE_STEPS, 1)
+      for waits, count in _EXIT.findall(line):
+        loop = max(len(open_loops) - 1 - bool(waits), 0)
+        extra = _PIPELINE_STEPS if loop == 0 else 0
+        open_loops[loop][1] = max(int(count) - extra, 1)
     else:
       total += 1
   while open_loops:

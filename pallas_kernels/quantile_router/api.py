@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.quantile_router import reference, xla
+from pallas_kernels.quantile_router import mosaic_tpu, reference, xla
 from pallas_kernels.quantile_router.statistics import Statistics
 
 Cutoff = Literal['kplus1', 'midpoint']
@@ -82,7 +83,8 @@ def route(
       has no point mass at the present bias.
     space: scores the bias is added to.
     weight_scale: factor on the weights.
-    implementation: 'xla', 'reference', or None for the best on this device.
+    implementation: 'mosaic_tpu', 'xla', 'reference', or None for the best on
+      this device.
 
   Raises:
     ValueError: sizes do not fit, or an option is unknown.
@@ -92,34 +94,51 @@ def route(
   _check(logits, bias, top_k, mask)
   _check_option('cutoff', cutoff, ('kplus1', 'midpoint'))
   _check_option('space', space, ('sigmoid', 'logit'))
+  refusal = mosaic_tpu.refusal(logits, top_k, statistics)
   name = dispatch.choose(
-    'quantile_router', implementation, [('xla', None), ('reference', None)]
+    'quantile_router',
+    implementation,
+    [('mosaic_tpu', refusal), ('xla', None), ('reference', None)],
   )
-  batch = logits.shape[:-1]
+  batch, experts = logits.shape[:-1], logits.shape[-1]
+  mask_t = jnp.ones(batch, bool) if mask is None else mask.astype(bool)
+  mask_t = mask_t.reshape(-1)
+  run = mosaic_tpu.route
+  if name != 'mosaic_tpu':
+    run = functools.partial(_plain, _IMPLEMENTATIONS[name])
+  indices, chosen, level, counts, finite = run(
+    logits.reshape(-1, experts),
+    jax.lax.stop_gradient(bias),
+    mask_t,
+    top_k=top_k,
+    cutoff=cutoff,
+    space=space,
+    statistics=jax.lax.stop_gradient(statistics),
+  )
+  slots = lambda x: x.reshape(*batch, top_k)
+  weights = _weights(slots(chosen), weight_scale)
+  valid = (finite & mask_t).reshape(batch)
+  return Routing(slots(indices), weights, level.reshape(batch), counts, valid)
+
+
+def _plain(select_and_count, logits, bias, mask_t, *, space, **options):
+  """As `mosaic_tpu.route`, around a function of finite scores."""
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-  finite = jnp.all(jnp.isfinite(logits), axis=-1)
-  logits = jnp.where(finite[..., None], logits, 0.0)
-  valid = finite if mask is None else finite & mask.astype(bool)
+  finite_t = jnp.all(jnp.isfinite(logits), axis=-1)
+  logits = jnp.where(finite_t[:, None], logits, 0.0)
   scores = jax.lax.stop_gradient(logits)
   if space == 'sigmoid':
     scores = jax.nn.sigmoid(scores)
-  indices, level, counts = _IMPLEMENTATIONS[name](
-    scores.reshape(-1, logits.shape[-1]),
-    jax.lax.stop_gradient(bias),
-    valid.reshape(-1),
-    top_k=top_k,
-    cutoff=cutoff,
-    statistics=jax.lax.stop_gradient(statistics),
+  indices, level, counts = select_and_count(
+    scores, bias, finite_t & mask_t, **options
   )
-  indices = indices.reshape(*batch, top_k)
-  weights = _weights(logits, indices, weight_scale)
-  return Routing(indices, weights, level.reshape(batch), counts, valid)
-
-
-def _weights(logits, indices, weight_scale):
   chosen = jnp.take_along_axis(logits, indices, axis=-1)
+  return indices, chosen, level, counts, finite_t
+
+
+def _weights(chosen, weight_scale):
   share = jax.nn.sigmoid(chosen)
-  if indices.shape[-1] > 1:
+  if chosen.shape[-1] > 1:
     share = _normalize(share)
   return share * weight_scale
 

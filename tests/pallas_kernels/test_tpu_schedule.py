@@ -17,7 +17,8 @@ not a row
 """
 
 # Two loops after one another, the first around a third; the pipeline runs two
-# steps more than the grid has. An empty bundle carries no mark of its loop.
+# steps more than the grid has. An empty bundle carries no mark of its loop, and
+# the outer loop's test waits for the end of the inner one.
 BUNDLES = """
 LB: loop body
      0   :  { %s1 = smov 0 }
@@ -26,7 +27,7 @@ LB: loop body
    0x3   :  {}
    0x4 LB: > > { %s3 = vmul }
    0x5   : > > { %p1 = scmp.ge.s32.totalorder %s3, 5 /* loop exit test */ }
-9: 0x6   : > { %p2 = scmp.ge.s32.totalorder %s4, 12 /* loop exit test */ }
+9: 0x6 : > { %p2 = scmp.ge.s32.totalorder (%p1), %s4, 12 /* loop exit test */ }
    0x7 LB: > { %p3 = scmp.ge.s32.totalorder %s5, %s6 /* loop exit test */ }
    0x8   :  { %s7 = halt }
 """
@@ -42,9 +43,9 @@ def test_utilization_table():
 
 
 def test_bundles_times_iterations():
-  # Outer: 4 bundles and 3 * 2 of the inner, 10 times; the second loop's count
+  # Outer: 4 bundles and 5 * 2 of the inner, 10 times; the second loop's count
   # is no constant.
-  assert tpu_schedule._executed(BUNDLES) == 2 + 10 * (4 + 3 * 2) + 1
+  assert tpu_schedule._executed(BUNDLES) == 2 + 10 * (4 + 5 * 2) + 1
 
 
 def test_unknown_chip():
