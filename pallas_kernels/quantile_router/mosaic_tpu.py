@@ -136,11 +136,12 @@ def _operands(logits, bias_e, mask_t, statistics, plan: Plan) -> body.Inputs:
     edges_ei = stat.log_edges(
       bias_e, statistics.lo, statistics.hi, statistics.num_bins
     )
-    more = plan.leaves - plan.edges
+    more = (1 << plan.levels) - plan.edges
     inner_ei = jnp.pad(
       edges_ei[:, :-1], ((0, 0), (0, more)), constant_values=jnp.inf
     )
-    edges = wide(jnp.concatenate([inner_ei, edges_ei[:, -1:]], 1).T)
+    edges_ei = jnp.concatenate([inner_ei, edges_ei[:, -1:]], 1)
+    edges = wide(edges_ei.T[jnp.asarray(body.table_rows(plan))])
   elif plan.count == 'uniform':
     lo, hi = statistics.lo, statistics.hi
     scale = jnp.stack([lo, statistics.num_bins / (hi - lo)])

@@ -12,9 +12,10 @@ representatives, the members of the groups that won fit one register of 128
 lanes, and a second set of rounds ranks those. The rounds run on the transposed
 tile, where a maximum over candidates is a maximum of registers.
 
-Counting. Between ascending edges a binary search finds the bin of a margin. It
-becomes a one in the bin's nibble of a word; such words add up over a few
-tokens, then as bytes over a block, then in the counts. Uniform bins
+Counting. A binary search between the edges finds the bin of a margin: the next
+edge to compare with is in the row, of a register of edges, that the compares so
+far name. The bin becomes a one in its nibble of a word; such words add up over
+a few tokens, then as bytes over a block, then in the counts. Uniform bins
 are numbers of two digits: the histogram of an expert is the product of the
 one-hot matrices of both digits over the tokens.
 """
@@ -35,7 +36,8 @@ SUBLANES = 8
 DIGIT = 32
 # Expert histograms side by side in one product.
 SIDE = LANES // DIGIT
-_NIBBLES, _BYTES = 8, 4
+_TABLE_BITS = 3
+_NIBBLES, _BYTES = 1 << _TABLE_BITS, 4
 _EVEN = 0x0F0F0F0F
 # Tokens whose sum by sublane a nibble holds.
 _HALF = 64
@@ -67,14 +69,14 @@ class Plan(NamedTuple):
     return -(-(self.top_k + 1) // SUBLANES) * SUBLANES
 
   @property
-  def leaves(self) -> int:
-    """Bins of the binary search: a power of two, at least a word of them."""
-    return max(1 << (self.edges - 1).bit_length(), _NIBBLES)
+  def levels(self) -> int:
+    """Compares of the binary search between all edges but the last."""
+    return max((self.edges - 1).bit_length(), _TABLE_BITS)
 
   @property
   def words(self) -> int:
     """Words of byte counters."""
-    return self.leaves // _BYTES
+    return (1 << self.levels) // _BYTES
 
 
 class Inputs(NamedTuple):
@@ -83,7 +85,7 @@ class Inputs(NamedTuple):
   logits: jax.Array  # [block, width]
   bias: jax.Array  # [1, width]
   mask: jax.Array  # [1, block], 1.0 where a row counts
-  edges: jax.Array  # [leaves, width], last edge last; [1, width] without
+  edges: jax.Array  # [rows of `table_rows`, width]; [1, width] without
   scale: jax.Array  # [2]: lower end, bins over length; of uniform bins
 
 
@@ -225,7 +227,7 @@ def _candidates(scratch, lane_ts, plan: Plan) -> tuple[jax.Array, jax.Array]:
   _, experts_jt = _rounds(best_ts.T, experts_ts.T, plan)
   groups_ts = _slots_to_lanes(experts_jt) & (LANES - 1)
   count = plan.top_k + 1
-  groups_ts = jnp.take_along_axis(groups_ts, lane_ts % count, axis=1)
+  groups_ts = _gather(groups_ts, lane_ts % count, 1)
   experts_ts = lane_ts // count * LANES + groups_ts
   values_ts = _lookup(scratch.biased, experts_ts, plan)
   return (
@@ -258,9 +260,9 @@ def _slots_to_lanes(x_jt) -> jax.Array:
 def _lookup(ref, experts_ts, plan: Plan) -> jax.Array:
   """ref[t, experts[t, s]] of the planes in `ref`."""
   lane_ts = experts_ts & (LANES - 1)
-  out_ts = jnp.take_along_axis(ref[:, _plane(0)], lane_ts, axis=1)
+  out_ts = _gather(ref[:, _plane(0)], lane_ts, 1)
   for n in range(1, plan.planes):
-    there_ts = jnp.take_along_axis(ref[:, _plane(n)], lane_ts, axis=1)
+    there_ts = _gather(ref[:, _plane(n)], lane_ts, 1)
     out_ts = jnp.where(experts_ts >= n * LANES, there_ts, out_ts)
   return out_ts
 
@@ -271,15 +273,18 @@ def _count_bins(level_ts, inputs, scratch, plan: Plan):
 
   def plane(n, _):
     at = pl.ds(pl.multiple_of(n * LANES, LANES), LANES)
-    edges = [inputs.edges[i : i + 1, at] for i in range(plan.edges)]
+    tables = [
+      inputs.edges[i : i + SUBLANES, at]
+      for i in range(0, inputs.edges.shape[0], SUBLANES)
+    ]
     sums, beyond = [0] * plan.words, 0
     for first in range(0, TILE, _HALF):
       words = [0] * plan.words
       for row in range(first, first + _HALF, SUBLANES):
         rows = pl.ds(row, SUBLANES)
         margin_st = scratch.level[rows, :] - scratch.scores[rows, at]
-        beyond += jnp.where(margin_st <= edges[-1], 0, 1)
-        own = _nibbles(margin_st, edges[:-1])
+        beyond += jnp.where(margin_st <= tables[-1][1:2], 0, 1)
+        own = _nibbles(margin_st, tables, plan)
         words = [x + y for x, y in zip(words, own)]
       for w in range(plan.words // 2):
         sums[2 * w] += words[w] & _EVEN
@@ -292,38 +297,78 @@ def _count_bins(level_ts, inputs, scratch, plan: Plan):
   lax.fori_loop(0, plan.planes, plane, 0)
 
 
-def _nibbles(margin_st, edges) -> list[jax.Array]:
-  """One in the nibble of the margin's bin, eight bins a word.
-
-  A binary search whose every step keeps the half of the edges that is left.
-  """
-  bits = []
-  while edges:
-    half = len(edges) // 2
-    above = margin_st > edges[half]
-    bits.append(above)
-    edges = [
-      jnp.where(above, right, left)
-      for left, right in zip(edges[:half], edges[half + 1 :])
-    ]
-  shift = 0
-  for n, above in enumerate(bits[-3:][::-1]):
-    shift += jnp.where(above, 4 << n, 0)
-  words = [jnp.left_shift(jnp.ones_like(shift), shift)]
-  for above in bits[:-3][::-1]:
-    words = [jnp.where(above, 0, x) for x in words] + [
-      jnp.where(above, x, 0) for x in words
+def _nibbles(margin_st, tables, plan: Plan) -> list[jax.Array]:
+  """One in the nibble of the margin's leaf, eight leaves a word."""
+  tables, ends = tables[:-1], tables[-1]
+  above = margin_st > ends[:1]
+  own = jnp.where(above, 1, 0)
+  late = []
+  for level in range(1, plan.levels):
+    count = 1 << max(level - _TABLE_BITS, 0)
+    edges = [_gather(table, own, 0) for table in tables[:count]]
+    tables = tables[count:]
+    for bit in late:
+      edges = [jnp.where(bit, y, x) for x, y in zip(edges[::2], edges[1::2])]
+    above = margin_st > edges[0]
+    if level < _TABLE_BITS:
+      own += jnp.where(above, 1 << level, 0)
+    else:
+      late.append(above)
+  words = [jnp.left_shift(1, 4 * own)]
+  for bit in late:
+    words = [jnp.where(bit, 0, x) for x in words] + [
+      jnp.where(bit, x, 0) for x in words
     ]
   return words
 
 
+def _gather(x, index, axis: int) -> jax.Array:
+  """x[index, s] or x[t, index]; the index is in bounds and not negative.
+
+  `take_along_axis` would spend three operations on negative indices.
+  """
+  numbers = lax.GatherDimensionNumbers(
+    offset_dims=(),
+    collapsed_slice_dims=(axis,),
+    start_index_map=(axis,),
+    operand_batching_dims=(1 - axis,),
+    start_indices_batching_dims=(1 - axis,),
+  )
+  mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+  return lax.gather(x, index[..., None], numbers, (1, 1), mode=mode)
+
+
 def _unpack(results, scratch, plan: Plan):
   """Adds the byte counters to the counts, and the margins beyond all edges."""
-  for i in range(plan.edges):
-    word, nibble = divmod(i, _NIBBLES)
+  for leaf in range(plan.edges):
+    word, nibble = divmod(_reverse(leaf, plan.levels), _NIBBLES)
     count = scratch.count[2 * word + nibble % 2] >> (8 * (nibble // 2))
-    results.counts[0, i] += count & 255
+    results.counts[0, leaf] += count & 255
   results.counts[0, plan.edges] += scratch.count[plan.words]
+
+
+def _reverse(number: int, bits: int) -> int:
+  """The number with its bits in the opposite order."""
+  return sum((number >> i & 1) << (bits - 1 - i) for i in range(bits))
+
+
+def table_rows(plan: Plan) -> list[int]:
+  """Which edge each row of `Inputs.edges` holds.
+
+  Tables of eight rows, level by level from the second; a row's number is made
+  of the outcomes of the compares before it, the first in the lowest bit. Then
+  the edge of the first level and the last of all.
+  """
+  rows = []
+  for level in range(1, plan.levels):
+    below = plan.levels - level
+    own = [
+      (_reverse(n, level) << below) + (1 << (below - 1)) - 1
+      for n in range(1 << level)
+    ]
+    rows += own + [0] * (-len(own) % SUBLANES)
+  first, last = (1 << (plan.levels - 1)) - 1, (1 << plan.levels) - 1
+  return rows + [first, last] + [0] * (SUBLANES - 2)
 
 
 def _place(level_ts, inputs, scratch, static):
