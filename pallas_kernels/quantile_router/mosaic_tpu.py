@@ -71,7 +71,7 @@ def route(logits, bias_e, mask_t, *, statistics, interpret=False, **options):
     int32 [E, bins] or None, finite bool [T]). Chosen logits are zero in rows
     that are not finite; they alone carry a gradient.
   """
-  plan = plan_of(logits, statistics, **options)
+  plan = plan_of(logits, statistics, **options)._replace(unroll=not interpret)
   return _route((plan, interpret), logits, bias_e, mask_t, statistics)
 
 

@@ -44,7 +44,12 @@ _HALF = 64
 
 
 class Plan(NamedTuple):
-  """Static choices; `count` names the estimator, None counts nothing."""
+  """Static choices.
+
+  count: the estimator, None counts nothing.
+  unroll: planes one after another in one piece of code, in which the compiler
+    finds more to do at once; a CPU takes long to compile that.
+  """
 
   experts: int
   top_k: int
@@ -54,6 +59,7 @@ class Plan(NamedTuple):
   count: str | None
   edges: int = 0
   num_bins: int = 0
+  unroll: bool = True
 
   @property
   def planes(self) -> int:
@@ -272,7 +278,8 @@ def _count_bins(level_ts, inputs, scratch, plan: Plan):
   scratch.level[...] = level_ts
 
   def plane(n, _):
-    at = pl.ds(pl.multiple_of(n * LANES, LANES), LANES)
+    at = n * LANES
+    at = pl.ds(at if plan.unroll else pl.multiple_of(at, LANES), LANES)
     tables = [
       inputs.edges[i : i + SUBLANES, at]
       for i in range(0, inputs.edges.shape[0], SUBLANES)
@@ -294,7 +301,7 @@ def _count_bins(level_ts, inputs, scratch, plan: Plan):
     scratch.count[plan.words, :, at] += beyond
     return 0
 
-  lax.fori_loop(0, plan.planes, plane, 0)
+  lax.fori_loop(0, plan.planes, plane, 0, unroll=plan.unroll)
 
 
 def _nibbles(margin_st, tables, plan: Plan) -> list[jax.Array]:
