@@ -123,7 +123,7 @@ def test_sigterm_saves_and_says_so(tmp_path):
     command, stderr=subprocess.PIPE, text=True, env=os.environ
   )
   for line in process.stderr:
-    if 'step 3/' in line:
+    if ', step ' in line:
       process.send_signal(signal.SIGTERM)
       break
   rest = process.stderr.read()
