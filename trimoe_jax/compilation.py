@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from trimoe_jax import sharding, train_state
 from trimoe_jax.evals.heldout import Evaluator
 from trimoe_jax.run import Run
+from trimoe_jax.train_state import TrainState
 from trimoe_jax.train_step import BATCH_AXES, batch_shape, make_train_step
 
 
@@ -33,6 +34,7 @@ class Compiler:
 
   def __init__(self, run: Run, evaluator: Evaluator):
     self._run, self._evaluator = run, evaluator
+    self._state = train_state.abstract(run.config, run.optimizer, run.mesh)
     self._pool = concurrent.futures.ThreadPoolExecutor(1)
     self._jobs: dict[int, concurrent.futures.Future] = {}
 
@@ -55,22 +57,23 @@ class Compiler:
   def _start(self, stage: int):
     if stage in self._jobs:
       return
-    self._jobs[stage] = self._pool.submit(compile_step, self._run, stage)
+    state = self._state
+    self._jobs[stage] = self._pool.submit(compile_step, self._run, state, stage)
     context = self._run.config.stages[stage].context
-    params, router = abstract_inputs(self._run)
-    self._pool.submit(self._evaluator.compile, params, router, context)
+    self._pool.submit(
+      self._evaluator.compile, state.params, state.router, context
+    )
 
 
-def abstract_inputs(run: Run) -> tuple[Any, Any]:
-  """Shapes and shardings of the parameters and the router's state."""
-  state = train_state.abstract(run.config, run.optimizer, run.mesh)
-  return state.params, state.router
+def compile_step(run: Run, state: TrainState, stage: int) -> tuple[Any, float]:
+  """The training step compiled for a stage's batches, and the seconds.
 
-
-def compile_step(run: Run, stage: int) -> tuple[Any, float]:
-  """The training step compiled for a stage's batches, and the seconds."""
+  Args:
+    run: whose step it is.
+    state: shapes and shardings (`train_state.abstract`).
+    stage: its number.
+  """
   start = time.perf_counter()
-  state = train_state.abstract(run.config, run.optimizer, run.mesh)
   shape = batch_shape(run.config.stages[stage])
   where = jax.NamedSharding(run.mesh, sharding.spec(BATCH_AXES))
   ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.arg_specs import ArgSpec, tagged
-from pallas_kernels.quantile_router.bench import copy_bandwidth, median_seconds
+from pallas_kernels.timing import copy_bandwidth, median_seconds
 
 COLUMNS = ('spec', 'pass', 'ms', 'floor_ms', 'times_floor', 'peer_ratio')
 

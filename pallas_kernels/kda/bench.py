@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_matmul.bench import matmul_rate
 from pallas_kernels.kda import arg_specs
 from pallas_kernels.kda.api import kda
-from pallas_kernels.quantile_router.bench import copy_bandwidth, median_seconds
+from pallas_kernels.timing import copy_bandwidth, median_seconds
 
 COLUMNS = ('spec', 'pass', 'ms', 'floor_ms', 'times_floor', 'peer_ratio')
 

@@ -8,8 +8,6 @@ sorts each expert's column over the tokens.
 
 from __future__ import annotations
 
-import statistics as stats
-import time
 from collections.abc import Iterable
 
 import jax
@@ -21,6 +19,7 @@ from pallas_kernels.quantile_router.statistics import (
   quantile_of_counts,
   quantile_of_margins,
 )
+from pallas_kernels.timing import copy_bandwidth, median_seconds
 
 COLUMNS = ('spec', 'ms', 'floor_ms', 'times_floor', 'peer_ms', 'peer_ratio')
 
@@ -61,25 +60,6 @@ def traffic(spec: ArgSpec) -> int:
   read = spec.tokens * spec.experts * 4
   written = spec.tokens * (spec.top_k * 8 + 4)
   return read + written + spec.experts * spec.num_bins * 4
-
-
-def copy_bandwidth(repeats: int = 10) -> float:
-  """Bytes a second that a 256 MiB negation reads and writes here."""
-  x = jnp.ones(2**26, jnp.float32)
-  return (
-    2 * x.nbytes / median_seconds(jax.jit(jnp.negative), x, repeats=repeats)
-  )
-
-
-def median_seconds(function, *arguments, repeats: int) -> float:
-  """Median wall time of a call after one that compiles."""
-  jax.block_until_ready(function(*arguments))
-  seconds = []
-  for _ in range(repeats):
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    seconds.append(time.perf_counter() - start)
-  return stats.median(seconds)
 
 
 def _row(spec, bandwidth, implementation, repeats):

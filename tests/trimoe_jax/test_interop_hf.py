@@ -13,8 +13,16 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from experiments.configs import as_dict, k3
 from trimoe_jax import config as config_module
-from trimoe_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from trimoe_jax.config import (
+  KdaConfig,
+  MlaConfig,
+  ModelConfig,
+  MoeConfig,
+  TrainConfig,
+  from_dict,
+)
 from trimoe_jax.interop import hf, hf_config, hf_names, mxfp4, shards
 from trimoe_jax.model.model import model_parameters
 from trimoe_jax.model.parameters import map_table
@@ -22,25 +30,9 @@ from trimoe_jax.model.parameters import map_table
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'tiny_checkpoint'
 LAYER = 'language_model.model.layers.'
 
-K3 = ModelConfig(
-  vocab_size=163_840,
-  width=7168,
-  layers=93,
-  mla_layers=(*range(4, 93, 4), 93),
-  dense_hidden=33_792,
-  residual_block=12,
-  kda=KdaConfig(heads=96, key_dim=128, value_dim=128, gate_rank=128),
-  mla=MlaConfig(
-    heads=96,
-    query_rank=1536,
-    kv_rank=512,
-    nope_dim=128,
-    shared_dim=64,
-    value_dim=128,
-  ),
-  moe=MoeConfig(
-    experts=896, top_k=16, shared_experts=2, hidden=3072, latent=3584
-  ),
+# The released config.json knows the model, not how it is rematerialised.
+K3 = dataclasses.replace(
+  from_dict(TrainConfig, as_dict(k3.get_config())).model, remat='none'
 )
 
 

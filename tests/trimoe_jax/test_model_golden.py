@@ -15,8 +15,9 @@ from small_model import (
 )
 from text_tower import Tower, weights
 
+from experiments.configs import as_dict, k3
 from pallas_kernels.testing import relative_rms
-from trimoe_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from trimoe_jax.config import TrainConfig, from_dict
 from trimoe_jax.interop import hf
 from trimoe_jax.model import layout
 from trimoe_jax.model.kda import kda_layer
@@ -124,26 +125,7 @@ def test_tokens_reach_the_same_experts(forward, golden):
 
 
 def test_k3_has_the_reported_parameters():
-  config = ModelConfig(
-    vocab_size=163_840,
-    width=7168,
-    layers=93,
-    mla_layers=(*range(4, 93, 4), 93),
-    dense_hidden=33_792,
-    residual_block=12,
-    kda=KdaConfig(heads=96, key_dim=128, value_dim=128, gate_rank=128),
-    mla=MlaConfig(
-      heads=96,
-      query_rank=1536,
-      kv_rank=512,
-      nope_dim=128,
-      shared_dim=64,
-      value_dim=128,
-    ),
-    moe=MoeConfig(
-      experts=896, top_k=16, shared_experts=2, hidden=3072, latent=3584
-    ),
-  )
+  config = from_dict(TrainConfig, as_dict(k3.get_config())).model
   count = count_parameters(config)
   assert count.total == 2_779_484_476_000
   assert count.active == 104_189_612_640
