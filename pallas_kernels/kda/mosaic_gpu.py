@@ -118,21 +118,17 @@ def kda_mosaic_gpu(
   reason = refusal(q, k, v, gate, beta, lower_bound=lower_bound)
   if reason is not None:
     raise NotImplementedError(f'{reason}; use implementation="xla".')
-  options = prep.Options(
-    lower_bound=lower_bound,
-    scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-    normalize_qk=normalize_qk,
-    activate_gate=activate_gate,
-    masked=segment_ids is not None or q.shape[1] % CHUNK != 0,
-    save_inverse=save,
+  settings = kda_inputs.Settings(
+    lower_bound,
+    q.shape[3] ** -0.5 if scale is None else float(scale),
+    normalize_qk,
+    activate_gate,
+    activate_beta,
   )
+  raw = kda_inputs.Raw(q, k, v, gate, beta, a_log, dt_bias)
+  arrays, options = _inputs(raw, segment_ids, settings, save)
+  results = _run(arrays, options, (initial_state, pieces))
   length, key_width = q.shape[1], q.shape[3]
-  if activate_beta:
-    beta = jax.nn.sigmoid(beta.astype(jnp.float32))
-  if length % 8:  # bulk copies need whole groups of 8 tokens
-    q, k, v, gate = (_extend(x, 1, CHUNK) for x in (q, k, v, gate))
-  raw = _raw_arrays((q, k, gate, beta), (a_log, dt_bias), segment_ids, options)
-  results = _run(raw, v, options, (initial_state, pieces))
   out = results['out'][:, :length]
   final_state = jnp.swapaxes(results['final'][:, :, -1], 2, 3)[:, :, :key_width]
   if not save:
@@ -141,6 +137,27 @@ def kda_mosaic_gpu(
   shape = (*saved['state'].shape[:3], CHUNK, CHUNK)
   saved['inverse'] = results['inverse'].reshape(shape)
   return out, final_state, saved
+
+
+def _inputs(raw: kda_inputs.Raw, segment_ids, settings, save_inverse: bool):
+  """What `mosaic_gpu_prep.prepare` takes, values beside it, and options."""
+  q, k, v, gate, beta = raw[:5]
+  length = q.shape[1]
+  options = prep.Options(
+    lower_bound=settings.lower_bound,
+    scale=settings.scale,
+    normalize_qk=settings.normalize_qk,
+    activate_gate=settings.activate_gate,
+    masked=segment_ids is not None or length % CHUNK != 0,
+    save_inverse=save_inverse,
+  )
+  if settings.activate_beta:
+    beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+  if length % 8:  # bulk copies need whole groups of 8 tokens
+    q, k, v, gate = (_extend(x, 1, CHUNK) for x in (q, k, v, gate))
+  rows = q, k, gate, beta
+  arrays = _raw_arrays(rows, raw[5:], segment_ids, options)
+  return {**arrays, 'values': v}, options
 
 
 def chunked(
@@ -218,25 +235,42 @@ def _raw_arrays(raw, parameters, segment_ids, options: prep.Options) -> dict:
   return arrays
 
 
-def _run(raw: dict, values, options: prep.Options, chains) -> dict:
+def _run(arrays: dict, options: prep.Options, chains) -> dict:
   """Preparation and scan; `chains`: initial state or None, pieces or None."""
   initial, pieces = chains
-  batch, heads, padded = raw['beta'].shape
-  group, chunks = heads // raw['q'].shape[2], padded // CHUNK
+  work = _work(arrays)
   if pieces is None:
-    pieces = _pieces(batch * heads, chunks)
-  if initial is not None:
-    initial = jnp.swapaxes(_widen(initial, 2), 2, 3)[:, :, None]
-    initial = initial.astype(jnp.float32)
-  work = prep.Work(batch, heads, group, chunks)
-  arrays = {**prep.prepare(raw, work, options), 'values': values}
-  if options.masked:
-    arrays['flags'] = raw['flags']
+    pieces = _pieces(work.batch * work.heads, work.chunks)
+  operands = _operands(arrays, work, options)
   save = options.save_inverse
-  results = _scan(arrays, initial, pieces, (options.masked, save))
+  last = dict(masked=options.masked, save_state=save)
+  results = _scan(operands, _transposed(initial), pieces, **last)
   if save:
-    results['inverse'] = arrays['saved_inverse']
+    results['inverse'] = operands['saved_inverse']
   return results
+
+
+def _work(arrays: dict) -> prep.Work:
+  batch, heads, padded = arrays['beta'].shape
+  group = heads // arrays['q'].shape[2]
+  return prep.Work(batch, heads, group, padded // CHUNK)
+
+
+def _operands(arrays: dict, work: prep.Work, options: prep.Options) -> dict:
+  """What the scans read, but for states."""
+  operands = prep.prepare(arrays, work, options)
+  operands['values'] = arrays['values']
+  if options.masked:
+    operands['flags'] = arrays['flags']
+  return operands
+
+
+def _transposed(state_bhkv):
+  """A state, or None, as the scans take it for one piece: [B, HV, 1, V, K]."""
+  if state_bhkv is None:
+    return None
+  state_bhvk = jnp.swapaxes(_widen(state_bhkv, 2), 2, 3)
+  return state_bhvk[:, :, None].astype(jnp.float32)
 
 
 def _gate_affine(parameters, heads: int) -> jax.Array:
@@ -257,16 +291,17 @@ def _pieces(chains: int, chunks: int) -> int:
   return max(1, min(prep.PROCESSORS // chains, chunks // _SHORTEST_PIECE))
 
 
-def _scan(arrays: dict, initial, pieces: int, flags) -> dict:
-  """The scan, in pieces whose entering states come from their affine maps."""
-  masked, save = flags
+def _scan(arrays: dict, initial, pieces: int, *, masked: bool, **last) -> dict:
+  """The scan, in pieces whose entering states come from their affine maps.
+
+  `last` has further fields of the plan of the scan that follows the maps.
+  """
   plan = lambda **more: scan_kernel.Plan(pieces=pieces, masked=masked, **more)
   if pieces > 1:
     initial = _piece_states(arrays, initial, plan)
   if initial is not None:
     arrays = {**arrays, 'initial': initial}
-  last = plan(initial=initial is not None, save_state=save)
-  return scan_kernel.scan(arrays, last)
+  return scan_kernel.scan(arrays, plan(initial=initial is not None, **last))
 
 
 def _piece_states(arrays: dict, initial, plan) -> jax.Array:
