@@ -101,6 +101,11 @@ def mesh_is_set() -> bool:
   return not jax.sharding.get_abstract_mesh().empty
 
 
+def axis_size(axis: str) -> int:
+  """Devices along one axis of the mesh in context; 1 without a mesh."""
+  return jax.sharding.get_abstract_mesh().shape[axis] if mesh_is_set() else 1
+
+
 def token_shards() -> int:
   """How many pieces the tokens of a batch are split into."""
   mesh = jax.sharding.get_abstract_mesh()

@@ -6,8 +6,12 @@ keeps the output and the log-sum-exp of each row and recomputes the
 probabilities. Key blocks after the diagonal, and those that end before the
 first document of the query block begins, are never visited.
 
+Queries may be a part of the sequence, and keys and values may be made from
+something narrower, a block at a time: with a sequence split over devices each
+holds some fragments of the queries and only the latents of all tokens.
+
 Suffixes: b batch, t query time within a block, s key time within a block, h
-heads, k key width, v value width, n blocks.
+heads, k key width, v value width, n blocks, f fragments, r latent width.
 """
 
 from __future__ import annotations
@@ -17,10 +21,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import dispatch
 
 _CANDIDATES = (('xla', None),)
+
+
+class Queries(NamedTuple):
+  """Blocks of queries and their places in the sequence."""
+
+  q_nbhtk: jax.Array
+  at_n: jax.Array  # block of the sequence, int32
 
 
 class _Documents(NamedTuple):
@@ -82,9 +94,76 @@ def _blockwise(arrays, segment_ids, scale, block_size):
   count = -(-time // block_size)
   block = -(-time // count)
   documents = _documents(segment_ids, count, block)
-  split = [_split(x, count, block) for x in arrays]
-  out_nbhtv = _attention(*split, documents, scale)
+  q_nbhtk, *keys_values = [_split(x, count, block) for x in arrays]
+  queries = Queries(q_nbhtk, jnp.arange(count, dtype=jnp.int32))
+  out_nbhtv = _attention(
+    queries, tuple(keys_values), (), documents, (scale, _given)
+  )
   return _join(out_nbhtv, time)
+
+
+def _given(sources, weights):
+  """Keys and values that exist already."""
+  del weights
+  return sources
+
+
+def fragment_attention(
+  q_bfthk,
+  fragment_f,
+  latents_bsr,
+  weights,
+  expand,
+  *,
+  scale: float,
+  segment_ids=None,
+  block_size: int = 512,
+):
+  """`causal_attention` of some fragments of a sequence over its latents.
+
+      k, v = expand(latents, weights);  out = causal_attention(q, k, v)
+
+  Keys and values exist for one block at a time, in both passes.
+
+  Args:
+    q_bfthk: [B, F, L, H, K], fragments of L tokens each.
+    fragment_f: [F] int32, the place of each fragment among the S / L.
+    latents_bsr: [B, S, R], of the whole sequence in its natural order.
+    weights: any tree of arrays for `expand`.
+    expand: pure function of [B, T, R] and `weights` to keys [B, T, H, K] and
+      values [B, T, H, V].
+    scale, segment_ids ([B, S]), block_size: as for `causal_attention`; the
+      largest divisor of L up to block_size is taken.
+
+  Returns:
+    [B, F, L, H, V] float32.
+  """
+  batch, fragments, length = q_bfthk.shape[:3]
+  time = latents_bsr.shape[1]
+  block = max(n for n in range(1, block_size + 1) if length % n == 0)
+  per, count = length // block, time // block
+  documents = _documents(segment_ids, count, block)
+  live_bft = None
+  if segment_ids is not None:
+    latents_bsr = jnp.where((segment_ids != 0)[..., None], latents_bsr, 0)
+    live_bft = (segment_ids != 0).reshape(batch, -1, length)[:, fragment_f]
+    q_bfthk = jnp.where(live_bft[..., None, None], q_bfthk, 0)
+  q_bthk = q_bfthk.reshape(batch, fragments * length, *q_bfthk.shape[3:])
+  at_fn = fragment_f[:, None] * per + jnp.arange(per, dtype=jnp.int32)
+  queries = Queries(_split(q_bthk, fragments * per, block), at_fn.reshape(-1))
+  latents_nbsr = latents_bsr.reshape(batch, count, block, -1).swapaxes(0, 1)
+
+  def by_head(latents_bsr, weights):
+    return tuple(x.swapaxes(1, 2) for x in expand(latents_bsr, weights))
+
+  out_nbhtv = _attention(
+    queries, latents_nbsr, weights, documents, (scale, by_head)
+  )
+  out_bthv = _join(out_nbhtv, fragments * length)
+  out_bfthv = out_bthv.reshape(*q_bfthk.shape[:4], -1)
+  if live_bft is None:
+    return out_bfthv
+  return jnp.where(live_bft[..., None, None], out_bfthv, 0)
 
 
 def _wide(x):
@@ -157,31 +236,53 @@ def _over_keys(i, count, documents, step, carry):
   return jax.lax.fori_loop(first, i + 1, step, carry)
 
 
-def _over_queries(row, count, carry):
-  """Folds `row` over query blocks; returns (carry, stacked results)."""
-  if count == 1:
-    carry, result = row(carry, 0)
+def _over_queries(row, queries: Queries, more, carry):
+  """Folds `row` over query blocks; returns (carry, stacked results).
+
+  `more` are further arrays with one entry for each query block.
+  """
+  if len(queries.at_n) == 1:
+    carry, result = row(carry, _at(0, (queries, *more)))
     return carry, jax.tree.map(lambda x: x[None], result)
-  return jax.lax.scan(row, carry, jnp.arange(count))
+  return jax.lax.scan(row, carry, (queries, *more))
+
+
+def _at(i, tree):
+  return jax.tree.map(lambda x: x[i], tree)
+
+
+def _blocks(sources) -> int:
+  return jax.tree.leaves(sources)[0].shape[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q_nbhtk, k_nbhsk, v_nbhsv, documents, scale):
-  return _forward(q_nbhtk, k_nbhsk, v_nbhsv, documents, scale)[0]
+def _attention(queries, sources, weights, documents, form):
+  """Attention of `queries` over keys and values made from `sources`.
+
+  Args:
+    queries: `Queries`.
+    sources: tree of [N, ...]; expand(sources[n], weights) are the keys
+      [B, H, S, K] and values [B, H, S, V] of block n.
+    weights: tree of arrays, or ().
+    documents: `_Documents` or None.
+    form: the scale and `expand`.
+  """
+  return _forward(queries, sources, weights, documents, form)[0]
 
 
-def _forward(q_nbhtk, k_nbhsk, v_nbhsv, documents, scale):
-  count, _, _, block, _ = q_nbhtk.shape
-  wide = _wide(q_nbhtk)
+def _forward(queries, sources, weights, documents, form):
+  (scale, expand), count = form, _blocks(sources)
+  wide = _wide(queries.q_nbhtk)
   einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
+  block = queries.q_nbhtk.shape[3]
 
-  def row(carry, i):
-    q_bhtk = q_nbhtk[i]
+  def row(carry, inputs):
+    ((q_bhtk, i),) = inputs
 
     def step(j, running):
       out_bhtv, top_bht, total_bht = running
-      v_bhsv = v_nbhsv[j]
-      logits_bhts = scale * einsum('bhtk,bhsk->bhts', q_bhtk, k_nbhsk[j])
+      k_bhsk, v_bhsv = expand(_at(j, sources), weights)
+      logits_bhts = scale * einsum('bhtk,bhsk->bhts', q_bhtk, k_bhsk)
       visible = _visible((i, j), block, documents, 0)
       logits_bhts = jnp.where(visible, logits_bhts, -jnp.inf)
       new_top_bht = jnp.maximum(top_bht, jnp.max(logits_bhts, axis=-1))
@@ -194,8 +295,9 @@ def _forward(q_nbhtk, k_nbhsk, v_nbhsv, documents, scale):
       total_bht = total_bht * shrink_bht + jnp.sum(p_bhts, axis=-1)
       return out_bhtv, new_top_bht, total_bht
 
-    empty_bhtv = jnp.zeros_like(v_nbhsv[i], wide)
+    value_dim = jax.eval_shape(expand, _at(0, sources), weights)[1].shape[-1]
     none_bht = jnp.zeros_like(q_bhtk[..., 0], wide)
+    empty_bhtv = none_bht[..., None] * jnp.zeros(value_dim, wide)
     running = empty_bhtv, none_bht - jnp.inf, none_bht
     out_bhtv, top_bht, total_bht = _over_keys(
       i, count, documents, step, running
@@ -206,50 +308,68 @@ def _forward(q_nbhtk, k_nbhsk, v_nbhsv, documents, scale):
     lse_bht = jnp.where(seen_bht, top_bht + jnp.log(total_bht), jnp.inf)
     return carry, (out_bhtv / total_bht[..., None], lse_bht)
 
-  _, (out_nbhtv, lse_nbht) = _over_queries(row, count, None)
-  saved = q_nbhtk, k_nbhsk, v_nbhsv, documents, out_nbhtv, lse_nbht
+  _, (out_nbhtv, lse_nbht) = _over_queries(row, queries, (), None)
+  saved = queries, sources, weights, documents, out_nbhtv, lse_nbht
   return out_nbhtv, saved
 
 
-def _backward(scale, saved, dout_nbhtv):
+def _backward(form, saved, dout_nbhtv):
   # Tiles are [key, query] here and the query's gradient is transposed, so that
   # no matmul contracts over the first axis of a tile: on a CPU that takes two
   # to four times as long.
-  q_nbhtk, k_nbhsk, v_nbhsv, documents, out_nbhtv, lse_nbht = saved
-  count, _, _, block, _ = q_nbhtk.shape
-  wide = _wide(q_nbhtk)
+  queries, sources, weights, documents, out_nbhtv, lse_nbht = saved
+  (scale, expand), count = form, _blocks(sources)
+  q_nbhtk = queries.q_nbhtk
+  wide, block = _wide(q_nbhtk), q_nbhtk.shape[3]
   einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
   inner_nbht = jnp.sum(dout_nbhtv * out_nbhtv, axis=-1)
-  k_nbhks = k_nbhsk.swapaxes(-1, -2)
+  # Transposed once: inside the loop it would be folded into the matmul.
+  k_nbhks = sources[0].swapaxes(-1, -2) if expand is _given else None
 
-  def row(gradients, i):
-    q_bhtk, dout_bhtv = q_nbhtk[i], dout_nbhtv[i].astype(v_nbhsv.dtype)
-    lse_bht, inner_bht = lse_nbht[i], inner_nbht[i]
+  def row(gradients, inputs):
+    (q_bhtk, i), dout_bhtv, lse_bht, inner_bht = inputs
 
     def step(j, carry):
-      dq_bhkt, dk_nbhsk, dv_nbhsv = carry
-      logits_bhst = scale * einsum('bhsk,bhtk->bhst', k_nbhsk[j], q_bhtk)
+      dq_bhkt, d_sources, d_weights = carry
+      (k_bhsk, v_bhsv), pull = jax.vjp(expand, _at(j, sources), weights)
+      dout = dout_bhtv.astype(v_bhsv.dtype)
+      logits_bhst = scale * einsum('bhsk,bhtk->bhst', k_bhsk, q_bhtk)
       visible = _visible((i, j), block, documents, 1)
       logits_bhst = jnp.where(visible, logits_bhst, -jnp.inf)
       p_bhst = jnp.exp(logits_bhst - lse_bht[:, :, None])
-      dp_bhst = einsum('bhsv,bhtv->bhst', v_nbhsv[j], dout_bhtv)
+      dp_bhst = einsum('bhsv,bhtv->bhst', v_bhsv, dout)
       ds_bhst = scale * p_bhst * (dp_bhst - inner_bht[:, :, None])
-      p_bhst = p_bhst.astype(dout_bhtv.dtype)
+      p_bhst = p_bhst.astype(dout.dtype)
       ds_bhst = ds_bhst.astype(q_bhtk.dtype)
-      dv_bhsv = einsum('bhst,bhtv->bhsv', p_bhst, dout_bhtv)
+      k_bhks = k_bhsk.swapaxes(-1, -2) if k_nbhks is None else k_nbhks[j]
+      dq_bhkt += einsum('bhks,bhst->bhkt', k_bhks, ds_bhst)
       dk_bhsk = einsum('bhst,bhtk->bhsk', ds_bhst, q_bhtk)
-      dq_bhkt += einsum('bhks,bhst->bhkt', k_nbhks[j], ds_bhst)
-      return dq_bhkt, _add(dk_nbhsk, j, dk_bhsk), _add(dv_nbhsv, j, dv_bhsv)
+      dv_bhsv = einsum('bhst,bhtv->bhsv', p_bhst, dout)
+      d_source, d_weight = pulled(pull, dk_bhsk, dv_bhsv)
+      add = lambda x_n, x: _add(x_n, j, x)
+      d_sources = jax.tree.map(add, d_sources, d_source)
+      d_weights = jax.tree.map(jnp.add, d_weights, d_weight)
+      return dq_bhkt, d_sources, d_weights
 
-    carry = jnp.zeros_like(k_nbhks[i], wide), *gradients
+    def pulled(pull, dk_bhsk, dv_bhsv):
+      if expand is _given:  # nothing to pull: the sums stay wide
+        return (dk_bhsk, dv_bhsv), ()
+      gradients = pull((dk_bhsk.astype(dtype), dv_bhsv.astype(dtype)))
+      return jax.tree.map(lambda x: x.astype(wide), gradients)
+
+    dtype = q_bhtk.dtype
+    carry = jnp.zeros_like(q_bhtk.swapaxes(-1, -2), wide), *gradients
     dq_bhkt, *gradients = _over_keys(i, count, documents, step, carry)
-    dq_bhtk = dq_bhkt.swapaxes(-1, -2).astype(q_bhtk.dtype)
-    return tuple(gradients), dq_bhtk
+    return tuple(gradients), dq_bhkt.swapaxes(-1, -2).astype(dtype)
 
-  gradients = jnp.zeros_like(k_nbhsk, wide), jnp.zeros_like(v_nbhsv, wide)
-  gradients, dq_nbhtk = _over_queries(row, count, gradients)
-  dk_nbhsk = gradients[0].astype(k_nbhsk.dtype)
-  return dq_nbhtk, dk_nbhsk, gradients[1].astype(v_nbhsv.dtype), None
+  zeros = lambda x: jnp.zeros_like(x, wide)
+  gradients = jax.tree.map(zeros, sources), jax.tree.map(zeros, weights)
+  more = dout_nbhtv, lse_nbht, inner_nbht
+  gradients, dq_nbhtk = _over_queries(row, queries, more, gradients)
+  cast = lambda like, x: x.astype(like.dtype)
+  d_sources, d_weights = jax.tree.map(cast, (sources, weights), gradients)
+  no_place = np.zeros(queries.at_n.shape, jax.dtypes.float0)
+  return Queries(dq_nbhtk, no_place), d_sources, d_weights, None
 
 
 _attention.defvjp(_forward, _backward)

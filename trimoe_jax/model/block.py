@@ -29,6 +29,7 @@ class Pass(struct.PyTreeNode):
 
   `mask` [B, T] is False for padding; `span` places the tokens in the cache.
   `observe` counts router statistics and `depth` collects depth-mix weights.
+  `split`: the tokens lie over the context axis in `context.balance` order.
   """
 
   config: ModelConfig = struct.field(pytree_node=False)
@@ -37,6 +38,7 @@ class Pass(struct.PyTreeNode):
   span: Span | None = None
   observe: bool = struct.field(pytree_node=False, default=False)
   depth: bool = struct.field(pytree_node=False, default=False)
+  split: bool = struct.field(pytree_node=False, default=False)
 
 
 class Aux(struct.PyTreeNode):
@@ -113,6 +115,7 @@ def _layer(
       config,
       segment_ids=shared.segment_ids,
       cache=cache,
+      split=shared.split,
     )
   else:
     a_btd, cache = mla_layer(
@@ -122,6 +125,7 @@ def _layer(
       segment_ids=shared.segment_ids,
       cache=cache,
       span=shared.span,
+      split=shared.split,
     )
   stream = stream.add(a_btd)
   h_btd, ffn_weights = residual.read(params['ffn_mix'], stream, config)

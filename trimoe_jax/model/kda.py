@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import decode_step, kda
+from pallas_kernels.kda import affine_summary, decode_step, kda
 from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.model.parameters import (
@@ -25,6 +25,7 @@ from trimoe_jax.model.parameters import (
   uniform,
   zeros,
 )
+from trimoe_jax.parallel import context
 
 CACHE_AXES = {
   'state': ('batch', 'heads', None, None),
@@ -75,6 +76,7 @@ def short_conv(
   w_hkw: jax.Array,
   segment_ids: jax.Array | None,
   tail: jax.Array | None,
+  tail_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """SiLU(sum_j w[., j] x[t - W + 1 + j]) and the last W - 1 inputs.
 
@@ -85,6 +87,7 @@ def short_conv(
     w_hkw: taps [H, K, W].
     segment_ids: [B, T] int32; a tap never reaches into another document.
     tail: [B, W - 1, H, K], the inputs before the first; None stands for zeros.
+    tail_ids: [B, W - 1], their documents; None for that of the first token.
 
   Returns:
     [B, T, H, K] in x's dtype, accumulated in float32, and the next tail.
@@ -93,13 +96,12 @@ def short_conv(
   width = w_hkw.shape[-1]
   if tail is None:
     tail = jnp.zeros((batch, width - 1, *x_bthk.shape[2:]), x_bthk.dtype)
-  if segment_ids is not None:
-    # Padding must look like nothing in the tail, whose ids are not kept.
-    x_bthk = jnp.where((segment_ids > 0)[..., None, None], x_bthk, 0)
+  x_bthk = _silenced(x_bthk, segment_ids)
   padded = jnp.concatenate([tail.astype(x_bthk.dtype), x_bthk], 1)
   if segment_ids is not None:
-    first = jnp.broadcast_to(segment_ids[:, :1], (batch, width - 1))
-    padded_ids = jnp.concatenate([first, segment_ids], 1)
+    if tail_ids is None:
+      tail_ids = jnp.broadcast_to(segment_ids[:, :1], (batch, width - 1))
+    padded_ids = jnp.concatenate([tail_ids, segment_ids], 1)
   wide = jnp.promote_types(x_bthk.dtype, jnp.float32)
   total = jnp.zeros(x_bthk.shape, wide)
   for j in range(width):
@@ -127,28 +129,76 @@ def _mix_tokens(inputs: dict[str, Any], config: ModelConfig):
   return out_bthv, {'state': state, **tails}
 
 
+def _silenced(x_bthk, segment_ids):
+  """Zeros where there is padding: a tail is kept without its documents."""
+  if segment_ids is None:
+    return x_bthk
+  return jnp.where((segment_ids > 0)[..., None, None], x_bthk, 0)
+
+
 def _recur(tokens, inputs, state_bhkv, config: ModelConfig):
   """The recurrence; a single token that continues a state takes one step."""
   segment_ids = inputs['segment_ids']
-  gate = {
+  if state_bhkv is None or tokens[0].shape[1] != 1:
+    return _chunks(tokens, inputs, segment_ids, state_bhkv, config)
+  active_b = None if segment_ids is None else segment_ids[:, 0] > 0
+  first = (x[:, 0] for x in tokens)
+  gate = _gate(inputs, config)
+  out_bhv, state_bhkv = decode_step(*first, state_bhkv, **gate, active=active_b)
+  return out_bhv[:, None], state_bhkv
+
+
+def _gate(inputs, config: ModelConfig):
+  return {
     'a_log': inputs['a_log'],
     'dt_bias': inputs['dt_bias'],
     'lower_bound': config.kda.lower_bound,
   }
-  if state_bhkv is None or tokens[0].shape[1] != 1:
-    return kda(
-      *tokens,
-      **gate,
-      initial_state=state_bhkv,
-      segment_ids=segment_ids,
-      chunk_size=config.kda.chunk_size,
-      save='state',  # one state for several chunks, spares a second state pass
-      implementation=config.kda.implementation,
-    )
-  active_b = None if segment_ids is None else segment_ids[:, 0] > 0
-  first = (x[:, 0] for x in tokens)
-  out_bhv, state_bhkv = decode_step(*first, state_bhkv, **gate, active=active_b)
-  return out_bhv[:, None], state_bhkv
+
+
+def _chunks(tokens, inputs, segment_ids, state_bhkv, config: ModelConfig):
+  return kda(
+    *tokens,
+    **_gate(inputs, config),
+    initial_state=state_bhkv,
+    segment_ids=segment_ids,
+    chunk_size=config.kda.chunk_size,
+    save='state',  # one state for several chunks, spares a second state pass
+    implementation=config.kda.implementation,
+  )
+
+
+def _mix_fragments(inputs: dict[str, Any], config: ModelConfig):
+  """`_mix_tokens` of one device's fragments of its sequences."""
+  cache, ids_bt = inputs['cache'] or {}, inputs['segment_ids']
+  by_fragment = lambda x: None if x is None else context.fragments(x)
+  ids = by_fragment(ids_bt)
+  reach = config.kda.conv_width - 1
+  tail_ids = None
+  if ids is not None:
+    first = jnp.broadcast_to(ids_bt[:, :1], (ids_bt.shape[0], reach))
+    tail_ids = context.halo(ids, first)
+  mixed, tails = [], {}
+  for name in ('query', 'key', 'value'):
+    x = _silenced(by_fragment(inputs[name]), ids)
+    first = cache.get(f'{name}_tail')
+    if first is None:
+      first = jnp.zeros((inputs[name].shape[0], reach, *x.shape[2:]), x.dtype)
+    tail = context.halo(x, first)
+    x, last = short_conv(x, inputs[f'{name}_conv'], ids, tail, tail_ids)
+    mixed.append(x)
+    tails[f'{name}_tail'] = context.from_last(last)
+  mixed += [by_fragment(inputs['decay']), by_fragment(inputs['beta'])]
+  maps = affine_summary(
+    *mixed[1:],
+    **_gate(inputs, config),
+    segment_ids=ids,
+    chunk_size=config.kda.chunk_size,
+    implementation=config.kda.implementation,
+  )
+  entering, final = context.entering_states(*maps, cache.get('state'), ids)
+  out, _ = _chunks(mixed, inputs, ids, entering, config)
+  return context.tokens(out), {'state': final, **tails}
 
 
 def kda_layer(
@@ -158,6 +208,7 @@ def kda_layer(
   *,
   segment_ids: jax.Array | None = None,
   cache: dict[str, jax.Array] | None = None,
+  split: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """W_o [sigmoid(W_g x) * RMSNorm(KDA(x))], and the recurrent cache.
 
@@ -172,6 +223,7 @@ def kda_layer(
     config: the model's.
     segment_ids: [B, T] int32, 0 for padding; documents are isolated.
     cache: `CACHE_AXES` arrays of the tokens before, or None at the start.
+    split: the tokens lie over the context axis as `context.balance` puts them.
 
   Returns:
     [B, T, d], and the cache after the last token.
@@ -202,13 +254,15 @@ def kda_layer(
     'segment_ids': segment_ids,
     'cache': cache,
   }
-  whole = ('batch', None, 'heads', None)  # the recurrence needs every token
+  # In one piece the recurrence needs every token.
+  whole = per_head if split else ('batch', None, 'heads', None)
   names = {n: whole for n in ('query', 'key', 'value', 'decay')}
   names |= {n: ('heads',) for n in inputs if n.endswith('_conv')}
   names |= {'beta': whole[:3], 'a_log': ('heads',), 'dt_bias': ('heads',)}
-  names |= {'segment_ids': ('batch',), 'cache': cache and CACHE_AXES}
+  names |= {'segment_ids': whole[:2], 'cache': cache and CACHE_AXES}
+  function = _mix_fragments if split else _mix_tokens
   mix = sharding.local(
-    lambda tree: _mix_tokens(tree, config),
+    lambda tree: function(tree, config),
     inputs=(names,),
     outputs=(whole, CACHE_AXES),
   )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
-from trimoe_jax.model.attention import causal_attention
+from trimoe_jax.model.attention import causal_attention, fragment_attention
 from trimoe_jax.model.cache import Span
 from trimoe_jax.model.norm import rms_norm
 from trimoe_jax.model.parameters import (
@@ -26,6 +26,7 @@ from trimoe_jax.model.parameters import (
   normal,
   ones,
 )
+from trimoe_jax.parallel import context
 
 CACHE_AXES = {
   'latent': ('batch', None, None),
@@ -61,6 +62,7 @@ def mla_layer(
   segment_ids: jax.Array | None = None,
   cache: dict[str, jax.Array] | None = None,
   span: Span | None = None,
+  split: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
   """W_o [sigmoid(W_g x) * softmax(q k^T / sqrt(n + e)) v], and the cache.
 
@@ -72,6 +74,8 @@ def mla_layer(
     cache: latent [B, S, r] and shared [B, S, e] of the tokens before; new
       tokens are written at `span.start`.
     span: where the new tokens lie in the cache; required with `cache`.
+    split: the tokens lie over the context axis as `context.balance` puts them;
+      without a cache.
 
   Returns:
     [B, T, d], and the cache with the new tokens (None without a cache).
@@ -80,7 +84,9 @@ def mla_layer(
   latents = _latents(params, x_btd, config)
   if cache is not None:
     cache = _extended(cache, latents, segment_ids, span)
-  if cache is None or span.fresh:
+  if split:
+    out_bthv = _split(params, query_bthn, latents, config, segment_ids)
+  elif cache is None or span.fresh:
     out_bthv = _expanded(params, query_bthn, latents, config, segment_ids)
   else:
     out_bthv = _absorbed(params, query_bthn, cache, config, span)
@@ -137,14 +143,9 @@ def _expanded(params, query_bthn, latents, config, segment_ids):
   kv_bshn = sharding.einsum('bsr,rhn->bshn', latent_bsr, up_rhn, out=PER_HEAD)
 
   def attend(query_bthn, kv_bshn, shared_bse, segment_ids):
-    key_bshn, value_bshv = jnp.split(kv_bshn, [c.nope_dim], -1)
-    shared_bshe = jnp.broadcast_to(
-      shared_bse[:, :, None], (*key_bshn.shape[:3], c.shared_dim)
-    )
     return causal_attention(
       query_bthn,
-      jnp.concatenate([key_bshn, shared_bshe], -1),
-      value_bshv,
+      *_keys_and_values(kv_bshn, shared_bse, c),
       scale=c.query_dim**-0.5,
       segment_ids=segment_ids,
       block_size=c.block_size,
@@ -156,6 +157,57 @@ def _expanded(params, query_bthn, latents, config, segment_ids):
   )
   out_bthv = attend(query_bthn, kv_bshn, shared_bse, segment_ids)
   return sharding.constrain(out_bthv, *PER_HEAD)
+
+
+def _split(params, query_bthn, latents, config, segment_ids):
+  """The expanded form of tokens over the context axis.
+
+  The latents are gathered, r + e numbers a token; a block of keys and values
+  exists while queries meet it.
+  """
+  c = config.mla
+  up_rhn = sharding.use(
+    params['kv_up'], query_bthn.dtype, 'rank', 'heads', None
+  )
+
+  def expand(both_bsr, up_rhn):
+    latent_bsr, shared_bse = jnp.split(both_bsr, [c.kv_rank], -1)
+    kv_bshn = jnp.einsum('bsr,rhn->bshn', latent_bsr, up_rhn)
+    return _keys_and_values(kv_bshn, shared_bse, c)
+
+  def attend(query_bthn, up_rhn, both_btr, segment_ids):
+    if segment_ids is not None:
+      segment_ids = context.gather(segment_ids)
+    batch, time = query_bthn.shape[:2]
+    shape = (batch, context.FRAGMENTS, time // context.FRAGMENTS)
+    out = fragment_attention(
+      query_bthn.reshape(*shape, *query_bthn.shape[2:]),
+      context.places(),
+      context.gather(both_btr),
+      up_rhn,
+      expand,
+      scale=c.query_dim**-0.5,
+      segment_ids=segment_ids,
+      block_size=c.block_size,
+    )
+    return out.reshape(batch, time, *out.shape[3:])
+
+  tokens = ('batch', 'seq')
+  attend = sharding.local(
+    attend,
+    inputs=(PER_HEAD, (None, 'heads'), tokens, tokens),
+    outputs=PER_HEAD,
+  )
+  return attend(query_bthn, up_rhn, jnp.concatenate(latents, -1), segment_ids)
+
+
+def _keys_and_values(kv_bshn, shared_bse, c):
+  """Per-head keys, the shared slice appended, and values."""
+  key_bshn, value_bshv = jnp.split(kv_bshn, [c.nope_dim], -1)
+  shared_bshe = jnp.broadcast_to(
+    shared_bse[:, :, None], (*key_bshn.shape[:3], c.shared_dim)
+  )
+  return jnp.concatenate([key_bshn, shared_bshe], -1), value_bshv
 
 
 def _absorbed(params, query_bthn, cache, config, span):

@@ -41,6 +41,7 @@ from trimoe_jax.model.parameters import (
   stack,
 )
 from trimoe_jax.model.residual import Residual
+from trimoe_jax.parallel import context
 
 
 def model_parameters(config: ModelConfig) -> Table:
@@ -133,14 +134,22 @@ class Model(nn.Module):
       observe: count router statistics (training only).
       depth: collect mean depth-mix weights, [layers * 2 + 1, columns].
     """
+    split = context.is_split(tokens.shape[1], self.config.kda.conv_width - 1)
+    if split:
+      tokens = context.balance(tokens, 'batch', 'seq')
+      if segment_ids is not None:
+        segment_ids = context.balance(segment_ids, 'batch', 'seq')
     shared = Pass(
       config=self.config,
       segment_ids=segment_ids,
       mask=None if segment_ids is None else segment_ids > 0,
       observe=observe,
       depth=depth,
+      split=split,
     )
     h_btd, aux, _ = self._forward(tokens, router, shared, None)
+    if split:
+      h_btd = context.restore(h_btd, 'batch', 'seq', None)
     return h_btd, aux
 
   def extend(
