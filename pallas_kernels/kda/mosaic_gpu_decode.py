@@ -141,11 +141,9 @@ def _emit(options: Options, pointers, shared, shape):
   for i in range(count):
     # Loading the key again frees registers, hence more blocks run at once.
     (key,) = warp.load_real(channels, 32 * i + 4, 1)
-    new = [
-      warp.where(token.active, warp.fma(x, key, s), s)
-      for x, s in zip(e, state[i])
-    ]
-    warp.store_global(source, 8 * pitch * i, new)
+    new = [warp.fma(x, key, s) for x, s in zip(e, state[i])]
+    # Another block may be writing to a state that this row does not own.
+    warp.store_global(source, 8 * pitch * i, new, predicate=token.active)
   out = [warp.fma(alike, x, y) * options.scale for x, y in zip(e, r)]
   _write_out(pointers['out'], dtypes['value'], column, (thread, token, out))
 
@@ -187,6 +185,7 @@ def _body(options: Options, names, group: int, *refs):
   tile, head, b = [lax.axis_index(n) for n in ('tile', 'head', 'batch')]
   own = pl.ds(tile * _COLUMNS, _COLUMNS)
   key_head = lax.div(head, group)
+  row = lax.max(whole['slots'][b], 0) if 'slots' in whole else b
   outer = {
     'query': whole['query'].at[b, key_head],
     'key': whole['key'].at[b, key_head],
@@ -194,7 +193,7 @@ def _body(options: Options, names, group: int, *refs):
     'shift': whole['shift'].at[head],
     'scalars': whole['scalars'].at[b, head],
     'value': whole['value'].at[b, head, own],
-    'state': whole['state'].at[b, head, :, own],
+    'state': whole['state'].at[row, head, :, own],
     'out': whole['out'].at[b, head, own],
   }
   dtypes = {name: ref.dtype for name, ref in whole.items()}
@@ -220,16 +219,19 @@ def step(arrays: dict[str, jax.Array], options: Options):
     arrays: query, key [B, H, K], gate [B, HV, K] and value [B, HV, V] float32
       or bfloat16; shift [HV, K] float32; scalars [B, HV, 4] float32: the slope
       inside the gate's power of two, beta, 1 for active rows or else 0, and 0;
-      state [B, HV, K, V] float32. K at most 128 and a multiple of 8, V a
-      multiple of 64.
+      state [N, HV, K, V] float32; perhaps slots [B] int32, the place of each
+      row's state, else the row's own number. K at most 128 and a multiple of 8,
+      V a multiple of 64.
     options: see `Options`.
 
   Returns:
     The output [B, HV, V] in the dtype of value, and the new state, which takes
-    the old one's place where that was donated.
+    the old one's place where that was donated. States of rows that are not
+    active stay as they are.
   """
-  batch, heads, width, columns = arrays['state'].shape
+  _, heads, width, columns = arrays['state'].shape
   value = arrays['value']
+  batch = value.shape[0]
   state = jax.new_ref(arrays['state'])
   names = (*arrays, 'out')
   group = heads // arrays['query'].shape[1]

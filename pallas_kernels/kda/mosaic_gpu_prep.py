@@ -66,6 +66,8 @@ from pallas_kernels.kda.mosaic_gpu_place import (
 PROCESSORS = 132  # of an H100 or H200; any number is correct
 _LOG2E = math.log2(math.e)
 _BOTH_SIGNS = -0x7FFF8000  # the sign bits of both numbers of a word
+# A chunk is slow if this many channels keep more than this power of two.
+_SLOW_CHANNELS, _SLOW_DECAY = WIDTH // 8, -3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +194,7 @@ class Factors:
       distance from 1.
     whole: gamma.
     rest: of the chunk's decay, what the rounded end leaves out.
+    slow: a condition, the same in all warps: many channels hardly decay.
   """
 
   shift: list[warp.Real]
@@ -200,6 +203,7 @@ class Factors:
   earlier: list[list[warp.Word]]
   whole: list[warp.Real]
   rest: list[warp.Real]
+  slow: ir.Value
 
 
 def _block_factors(place: Place, tiles: Tiles, decay, offset: int) -> Factors:
@@ -228,7 +232,17 @@ def _block_factors(place: Place, tiles: Tiles, decay, offset: int) -> Factors:
     earlier=earlier,
     whole=[warp.exp2(x) for x in sums[-1]],
     rest=_differences(sums[-1], references[-1]),
+    slow=_slow(sums[-1]),
   )
+
+
+def _slow(decay) -> ir.Value:
+  """Do so many channels keep so much that rounded keys could add up?"""
+  count = warp.word(0)
+  for x in decay:
+    keeps = warp.greater(x, _SLOW_DECAY)
+    count = warp.add(count, warp.where(keeps, warp.word(1), warp.word(0)))
+  return warp.compare(warp.warp_sum(count), 'sge', _SLOW_CHANNELS)
 
 
 def _differences(a, b) -> list[warp.Real]:
@@ -256,6 +270,9 @@ class Rows:
   def write(self, j: int, words):
     warp.store_global(self._address, j * 2 * WIDTH, words)
 
+  def read(self, j: int) -> list[warp.Word]:
+    return warp.load_global_words(self._address, j * 2 * WIDTH, 2)
+
 
 def _rows_of(place: Place, tile: warp.Word, norm_of, masks):
   """The 16 tokens of this warp, normalised: a function of the token.
@@ -277,10 +294,14 @@ def _rows_of(place: Place, tile: warp.Word, norm_of, masks):
 
 
 def _scale_rows(options: Options, chunk, decay, outputs) -> Factors:
-  """Scales queries and keys in place and writes -k~ and scale q~."""
+  """Scales queries and keys in place and writes -k~ and scale q~.
+
+  In a slow chunk what rounding takes from the inversely scaled keys waits in
+  global memory, where W will be.
+  """
   place, tiles = chunk
   factors = _block_factors(place, tiles, decay[15], options.offset)
-  minus_key, query, gamma = outputs
+  minus_key, query, update, gamma = outputs
   enters = _masks(place, tiles, ENTERS)
   _write_gamma(place, tiles, factors.whole, gamma)
   norms = _norms_of(place, tiles, options)
@@ -294,10 +315,10 @@ def _scale_rows(options: Options, chunk, decay, outputs) -> Factors:
     growth = [warp.exp2(x) for x in power]
     keys, queries = key_row(j), query_row(j)
     scaled_keys = warp.packed(_products(keys, growth))
-    inverse = warp.packed([k * warp.exp2(-x) for k, x in zip(keys, power)])
+    inverse = [k * warp.exp2(-x) for k, x in zip(keys, power)]
     scaled_queries = warp.packed(_products(queries, growth))
     warp.store(*place.token(tiles.key, j), scaled_keys)
-    warp.store(*place.token(tiles.gate, j), inverse)
+    _store_inverse(place.token(tiles.gate, j), inverse, (update, j), factors)
     warp.store(*place.token(tiles.query, j), scaled_queries)
     mask = enters(j)
     words = warp.pair_products(scaled_keys, to_minus)
@@ -305,6 +326,19 @@ def _scale_rows(options: Options, chunk, decay, outputs) -> Factors:
     words = warp.pair_products(scaled_queries, factors.entering)
     query.write(j, _kept(words, mask))
   return factors
+
+
+def _store_inverse(address, values, remainder, factors: Factors):
+  """Stores rounded values; in a slow chunk also what rounding takes."""
+  words = warp.packed(values)
+  warp.store(*address, words)
+  rows, j = remainder
+
+  def store_remainder():
+    whole = [x for w in words for x in warp.unpack(w)]
+    rows.write(j, warp.packed(_differences(values, whole)))
+
+  warp.only_if(factors.slow, store_remainder)
 
 
 def _norms_of(place: Place, tiles: Tiles, options: Options):
@@ -356,11 +390,28 @@ def _end_rows(place: Place, tiles: Tiles, factors: Factors):
       warp.store(*addresses[j], words)
 
 
-def _share_rest(place: Place, tiles: Tiles, rest):
-  """Stores the factor of W's channels, in place of norms."""
+def _end_remainders(place: Place, tiles: Tiles, factors: Factors, rows: Rows):
+  """What rounding took from k^ over `rest`, where the keys were."""
+  utils.warpgroup_barrier()  # all warps are done with blocks of T there
+  leaves = _masks(place, tiles, LEAVES)
+  for first in range(0, 16, 8):
+    loaded = [rows.read(first + j) for j in range(8)]
+    for j, words in enumerate(loaded, first):
+      words = _kept(warp.pair_products(words, factors.leaving), leaves(j))
+      warp.store(*place.token(tiles.key, j), words)
+  warp.order_global()
+
+
+def _share_rest(place: Place, tiles: Tiles, factors: Factors):
+  """Stores the factor of W's channels, in place of norms, and `slow`."""
   address = warp.add(tiles.norms, warp.shift_left(place.lane, 4))
   first = warp.compare(place.block, 'eq', 0)
-  warp.store(address, 0, [warp.exp2(x) for x in rest], predicate=first)
+  rest = [warp.exp2(x) for x in factors.rest]
+  warp.store(address, 0, rest, predicate=first)
+  slow = warp.where(factors.slow, warp.Real(1.0), 0.0)
+  address = warp.add(tiles.norms, 4 * (_SLOW - _NORMS))
+  only = warp.compare(warp.union(place.block, place.lane), 'eq', 0)
+  warp.store(address, 0, [slow], predicate=only)
 
 
 def _affine_address(place: Place, affine: ir.Value) -> ir.Value:
@@ -381,19 +432,24 @@ def _emit(options: Options, tiles: Tiles, decay, outputs):
   decay = [decay[4 * j : 4 * j + 4] for j in range(16)]
   if options.normalize_qk:
     _inverse_norms(place, tiles, options.scale)
-  rows = [Rows(place, ref) for ref in outputs[:2]]
-  written = *rows, outputs[2]
+  written = *[Rows(place, ref) for ref in outputs[:3]], outputs[3]
   factors = _scale_rows(options, (place, tiles), decay, written)
   utils.warp_barrier()
   a = blocks.tile_products(place, tiles, 0)
   rows = [blocks.diagonal_inverse(place, a)]
   utils.warpgroup_barrier()
-  _share_rest(place, tiles, factors.rest)
+  _share_rest(place, tiles, factors)
   blocks.share_factors(place, tiles, factors.earlier)
   for distance in range(1, BLOCKS):
     rows.append(blocks.tile_products(place, tiles, distance))
-  inverse = blocks.invert(place, tiles, rows, options.save_inverse)
+  inverse = blocks.invert(place, tiles, rows)
+  if options.save_inverse:
+    blocks.save_inverse(place, inverse, outputs[4])
   _end_rows(place, tiles, factors)
+  warp.only_if(
+    factors.slow,
+    lambda: _end_remainders(place, tiles, factors, written[2]),
+  )
   blocks.write_inverse(place, tiles, inverse)
 
 
@@ -404,6 +460,7 @@ _QUERY, _KEY, _GATE, _SCORES, _TILES = 0, 2, 4, 8, 9
 # Offsets, in words, of the vectors that share one buffer; flags come twice.
 _NORMS, _TOTALS, _BETA, _FLAGS, _WORDS = 0, 128, 640, 704, 832
 _REST = _NORMS
+_SLOW = _TOTALS + 3 * WIDTH  # factors for earlier keys end before it
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _CARRIED = (CHUNK, WIDTH)
 
@@ -447,7 +504,7 @@ def _operands(options: Options, local, decay, outputs):
   layout = plgpu.Layout.WG_STRIDED(_CARRIED, vec_size=1)
 
   @plgpu.inline_mgpu(
-    arg_types=((tile, tile, plain, plain), layout, (plain,) * 3)
+    arg_types=((tile, tile, plain, plain), layout, (plain,) * len(outputs))
   )
   def operands(ctx, local, decay, outputs):
     del ctx
@@ -523,8 +580,11 @@ def _fetch_rows(place, outer, own: Owned):
   plgpu.copy_gmem_to_smem(source, dest, own.rows_arrived)
 
 
-def _apply_inverse(own: Owned):
-  """The halves of W and Q, from T diag(beta) in two parts, k^ and P."""
+def _apply_inverse(own: Owned, slow: bool):
+  """The halves of W and Q, from T diag(beta) in two parts, k^ and P.
+
+  In a slow chunk k^ has two parts as well.
+  """
 
   def products(*accumulators):
     for part in range(2):
@@ -532,6 +592,11 @@ def _apply_inverse(own: Owned):
       for half in range(2):
         plgpu.wgmma(accumulators[half], inverse.T, own.gate(half))
       plgpu.wgmma(accumulators[2], own.tiles.at[_SCORES], inverse)
+    if slow:
+      inverse = own.tiles.at[_QUERY]
+      for half in range(2):
+        remainder = own.tiles.at[_KEY + half]
+        plgpu.wgmma(accumulators[half], inverse.T, remainder)
     return tuple(acc[...] for acc in accumulators)
 
   tile = plgpu.ACC((CHUNK, 64), jnp.float32)
@@ -542,14 +607,14 @@ def _apply_inverse(own: Owned):
     rest = own.vectors.at[pl.ds(_REST + 64 * half, 64)]
     rest = plgpu.load(rest, layout=_PER_COLUMN, optimized=False)
     update[half] *= lax.broadcast_in_dim(rest, (CHUNK, 64), [1])
-  return update, scores
+  return *update, scores
 
 
 def _store_tiles(place, outer, own: Owned, results):
   """Stages W, where k^ was, and Q, where P was, and starts their copies."""
   b, head, _, n = place
   tokens = pl.ds(n * CHUNK, CHUNK)
-  update, scores = results
+  *update, scores = results
   for half in range(2):
     own.gate(half)[...] = update[half].astype(jnp.bfloat16)
   own.tiles.at[_SCORES][...] = scores.astype(jnp.bfloat16)
@@ -569,8 +634,11 @@ def _one_chunk(options: Options, place, following, refs):
   outer, own = refs
   b, head, _, n = place
   tokens = pl.ds(n * CHUNK, CHUNK)
-  written = [outer[o].at[b, head, tokens] for o in ('minus_key', 'query')]
-  written = (*written, outer['gamma'].at[b, head, n])
+  names = 'minus_key', 'query', 'update'
+  written = [outer[o].at[b, head, tokens] for o in names]
+  written.append(outer['gamma'].at[b, head, n])
+  if options.save_inverse:
+    written.append(outer['saved_inverse'].at[b, head, tokens])
 
   def operands(options: Options):
     flags = own.flags() if options.masked else own.vectors
@@ -579,25 +647,25 @@ def _one_chunk(options: Options, place, following, refs):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     following[0]()
     plgpu.barrier_wait(own.rows_arrived)
-    _operands(options, local, decay, written)
+    _operands(options, local, decay, tuple(written))
 
-  if options.masked:
-    plain = outer['plain'][b, n] != 0
   plgpu.barrier_wait(own.gate_arrived)
   if options.masked:
-    # Most chunks lie inside one document and need no masks.
+    # Most chunks lie inside one document and need no masks. The bit PLAIN makes
+    # a float32 of at least 2 of what would else be next to nothing.
+    plain = own.flags()[0] > 1.0
     unmasked = dataclasses.replace(options, masked=False)
     pl.when(plain)(lambda: operands(unmasked))
     pl.when(~plain)(lambda: operands(options))
   else:
     operands(options)
   plgpu.commit_smem()
-  results = _apply_inverse(own)
+  results = lax.cond(
+    own.vectors[_SLOW] != 0,
+    lambda: _apply_inverse(own, True),
+    lambda: _apply_inverse(own, False),
+  )
   plgpu.commit_smem()  # every warp's products have read their operands
-  if options.save_inverse:
-    saved = outer['saved_inverse'].at[b, head, tokens]
-    plgpu.copy_smem_to_gmem(own.tiles.at[_KEY], saved)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
   following[1]()
   _store_tiles(place, outer, own, results)
 
@@ -670,7 +738,6 @@ def _inputs(arrays: dict[str, jax.Array], options: Options) -> dict:
     # One buffer holds all vectors, so the flags travel as float32 words.
     flags = arrays['flags']
     read['flags'] = lax.bitcast_convert_type(flags, jnp.float32)
-    read['plain'] = arrays['plain']
   return read
 
 
@@ -710,8 +777,7 @@ def prepare(
     arrays: q, k [B, T, H, 128] and gate [B, T, HV, 128] bfloat16, raw; beta
       [B, HV, N * 64] float32, zero for tokens that are no tokens; affine
       [HV, 2, 128] float32, -exp(a_log) log2(e) and its product with the bias;
-      if options.masked flags [B, N * 64] and plain [B, N], int32, see
-      `mosaic_gpu_flags`.
+      if options.masked flags [B, N * 64] int32, see `mosaic_gpu_flags`.
     work: see `Work`.
     options: see `Options`.
 

@@ -219,15 +219,14 @@ def tile_products(place: Place, tiles: Tiles, distance: int):
   return both[8:]
 
 
-def invert(place: Place, tiles: Tiles, blocks, save: bool):
+def invert(place: Place, tiles: Tiles, blocks):
   """Blocks of T of this warp's rows, by distance from the diagonal.
 
   The first of `blocks` is T's already, the others are A's.
 
   Round d adds T at distance d: T_IJ = -T_II sum_m A_Im T_mJ, where the sum runs
   over J <= m < I and every T_mJ was written in an earlier round. Blocks travel
-  through shared memory where the keys were, leading parts in the first half,
-  which is all of T in the end if `save`.
+  through shared memory where the keys were, leading parts in the first half.
   """
   inverse = blocks[:1]
   left = Split([-x for x in inverse[0]])
@@ -258,9 +257,20 @@ def invert(place: Place, tiles: Tiles, blocks, save: bool):
     inverse.append(
       warp.reals_if(inside, 8, lambda distance=distance: substitute(distance))
     )
-  if save:
-    share(BLOCKS - 1)
   return inverse
+
+
+def save_inverse(place: Place, inverse, ref):
+  """T, rounded, to global memory [64, 64]."""
+  row = warp.add(warp.times(place.block, 16), place.row)
+  for distance, block in enumerate(inverse):
+    columns = warp.bit_and(warp.add(place.block, -distance), BLOCKS - 1)
+    first = warp.add(warp.times(columns, 16), place.column)
+    offset = warp.add(warp.shift_left(row, 7), warp.shift_left(first, 1))
+    address = warp.advance(warp.global_address(ref), offset)
+    for i, w in enumerate(_words(block)):
+      down, right = i % 2, i // 2
+      warp.store_global(address, 8 * 128 * down + 16 * right, [w])
 
 
 def write_inverse(place: Place, tiles: Tiles, inverse):

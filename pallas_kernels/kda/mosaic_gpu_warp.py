@@ -267,6 +267,21 @@ def prefetch(address: ir.Value, offset: int):
   utils.inline_ptx('prefetch.global.L1 [$0];', address)
 
 
+def warp_sum(x: Word) -> Word:
+  """The sum of an integer over the lanes of a warp."""
+  return utils.inline_ptx(
+    'redux.sync.add.s32 $0, $1, 0xffffffff;',
+    x,
+    result_types=_i32(),
+    convergent=True,
+  )
+
+
+def order_global():
+  """Puts this thread's global accesses before later bulk copies."""
+  utils.inline_ptx('fence.proxy.async.global;', has_side_effects=True)
+
+
 def exchange(x: Real, distance: int) -> Real:
   """The value of the lane whose number differs by one bit, `distance`."""
   return Real(utils.shfl_bfly(x.value, distance))

@@ -225,6 +225,9 @@ def substitutes(machine: Machine) -> dict:
     keep=lambda a, mask: words(a) & mask,
     keep_real=keep_real,
     bit_mask=lambda a, bit: words(a) << (31 - bit) >> 31,
+    warp_sum=lambda x: np.repeat(x.reshape(4, 32).sum(1), 32).astype(np.int32),
+    order_global=lambda: None,
+    greater=lambda a, b: a.value > np.float32(b),
     compare=lambda a, relation, b: RELATIONS[relation](words(a), words(b)),
     both=np.logical_and,
     where=where,
@@ -304,11 +307,15 @@ def chunk(seed, case):
   gate = rounded(2 * gate.astype(np.float32))
   if case == 'saturated':
     gate = np.full_like(gate, 30)
-  if case == 'zero':
+  if case in ('zero', 'corner'):
     gate = np.full_like(gate, -30)
+  if case == 'corner':  # keys alike: W is a small difference of large terms
+    k = rounded(1 + 0.1 * k.astype(np.float32))
   if case == 'log decay':
     gate = rounded(-5 * rng.uniform(size=(64, 128)) ** 3)
   beta = rng.uniform(size=64).astype(np.float32)
+  if case == 'corner':
+    beta = 1 - 1e-3 * beta
   return q, k, gate, beta
 
 
@@ -328,20 +335,25 @@ def run(machine, options, raw, flags=None):
   affine = Real(slope), [Real(slope * bias)] * 4
   place = mosaic_gpu_place.Place()
   decay = mosaic_gpu_prep._cumulative_decay(place, tiles, affine, options)
-  rows = [np.zeros((64, 64), np.int32) for _ in range(2)]
-  gamma = np.zeros(128, np.int32)
+  rows = [np.zeros((64, 64), np.int32) for _ in range(3)]
+  gamma, saved = np.zeros(128, np.int32), np.zeros((64, 32), np.int32)
+  outputs = *rows, gamma, saved
   mosaic_gpu_prep._emit(
-    options, tiles, [x for row in decay for x in row], (*rows, gamma)
+    options, tiles, [x for row in decay for x in row], outputs
   )
   wide = lambda x: x.view(ml_dtypes.bfloat16).astype(np.float64)
   inverse = sum(read_tile(machine, QUERY + half * HALF, 64) for half in (0, 1))
   rest = machine.shared[NORMS // 4 : NORMS // 4 + 128].view(np.float32)
+  end = read_tile(machine, GATE, 128)
+  if machine.shared[NORMS // 4 + mosaic_gpu_prep._SLOW]:
+    end = end + read_tile(machine, KEY, 128)
   return dict(
     minus_key=wide(rows[0]),
     query=wide(rows[1]),
     gamma=gamma.view(np.float32).astype(np.float64),
-    update=inverse.T @ read_tile(machine, GATE, 128) * rest,
+    update=inverse.T @ end * rest,
     scores=read_tile(machine, SCORES, 64) @ inverse,
+    saved=wide(saved),
   )
 
 
@@ -372,21 +384,24 @@ def expected(options, raw, flags=None):
   product = lambda x: np.einsum('ik,jk,ijk->ij', x, k, pairs) * same
   scores = np.tril(product(options.scale * q))
   a = np.tril(beta[:, None] * product(k), -1)
-  inverse = np.linalg.inv(np.eye(64) + a) * beta
+  inverse = np.linalg.inv(np.eye(64) + a)
   end = k * np.exp(total[-1] - total) * leaves[:, None]
   stays = flags is None or flags[-1] >> mosaic_gpu_place.ENTERS & 1
   return dict(
     minus_key=-k * np.exp(total) * entered[:, None],
     query=options.scale * q * np.exp(total) * entered[:, None],
     gamma=np.exp(total[-1]) * stays,
-    update=inverse.T @ end,
-    scores=scores @ inverse,
+    update=(inverse * beta).T @ end,
+    scores=scores @ (inverse * beta),
+    saved=inverse,
   )
 
 
-def check(got, want):
+def check(got, want, saved=False):
   # Most of gamma is below the range of float32 where decays are strong.
   gamma = got.pop('gamma'), want.pop('gamma')
+  if not saved:
+    del got['saved'], want['saved']
   np.testing.assert_allclose(*gamma, rtol=1e-4, atol=1e-30)
   for name, x in want.items():
     error = testing.relative_rms(got[name], x)
@@ -417,7 +432,9 @@ def test_options(machine, changed, case):
     raw = tuple(x / 12 for x in raw[:2]) + raw[2:]
     raw = tuple(x.astype(ml_dtypes.bfloat16) for x in raw[:3]) + raw[3:]
   check(
-    run(machine, options(**changed), raw), expected(options(**changed), raw)
+    run(machine, options(**changed), raw),
+    expected(options(**changed), raw),
+    saved='save_inverse' in changed,
   )
 
 
@@ -427,12 +444,14 @@ def flags_of(ids):
   index = index.reshape(-1, 64)
   last = index[:, -1:]
   entered = np.concatenate([np.zeros((1, 1), int), last[:-1]])
-  return (
+  flags = (
     ((ids != 0).reshape(index.shape) << mosaic_gpu_place.VALID)
     + ((index == entered) << mosaic_gpu_place.ENTERS)
     + ((index == last) << mosaic_gpu_place.LEAVES)
     + ((index - entered) << mosaic_gpu_place.SEGMENT)
-  ).astype(np.int32)
+  )
+  plain = (flags == 7).all(-1, keepdims=True)
+  return (flags + (plain << mosaic_gpu_place.PLAIN)).astype(np.int32)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +484,7 @@ def test_flags(machine, chunks):
     mosaic_gpu_flags._round(chunks, references, words(start))
   want = flags_of(ids)
   np.testing.assert_array_equal(flags.reshape(want.shape), want)
-  np.testing.assert_array_equal(plain, (want == 7).all(-1))
+  np.testing.assert_array_equal(plain, want[:, 0] >> mosaic_gpu_place.PLAIN)
 
 
 def scan(chunks, values, state):
@@ -478,15 +497,17 @@ def scan(chunks, values, state):
   return np.concatenate(outs), state
 
 
-@pytest.mark.parametrize('packed', [False, True])
-def test_chunks_make_the_recurrence(machine, packed):
+@pytest.mark.parametrize(
+  'case, packed', [('mixed', False), ('mixed', True), ('corner', False)]
+)
+def test_chunks_make_the_recurrence(machine, case, packed):
   """Operands of three chunks, scanned, against the float64 reference."""
   ids = np.ones(192, np.int32)
   if packed:
     ids[:3], ids[40:100], ids[100:110], ids[150:] = 0, 2, 0, 3
   valid = (ids != 0).reshape(3, 64)
   masked, flags = options(masked=packed), flags_of(ids)
-  raws = [chunk(10 + n, 'mixed') for n in range(3)]
+  raws = [chunk(10 + n, case) for n in range(3)]
   raws = [(*r[:3], np.where(v, r[3], 0)) for r, v in zip(raws, valid)]
   rng = np.random.default_rng(0)
   values = np.where(valid[..., None], rng.normal(size=(3, 64, 16)), 0)
