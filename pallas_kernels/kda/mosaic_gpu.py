@@ -31,6 +31,7 @@ from pallas_kernels.kda.mosaic_gpu_place import (
 
 _SHORTEST_PIECE = 16  # chunks; below it the maps cost more than they save
 _WIDTHS = (64, 128)
+_LEAST_BETA = 1e-12  # in gradients
 
 
 def _device_kind() -> str:
@@ -127,13 +128,12 @@ def kda_mosaic_gpu(
   )
   raw = kda_inputs.Raw(q, k, v, gate, beta, a_log, dt_bias)
   arrays, options = _inputs(raw, segment_ids, settings, save)
-  results = _run(arrays, options, (initial_state, pieces))
-  length, key_width = q.shape[1], q.shape[3]
-  out = results['out'][:, :length]
-  final_state = jnp.swapaxes(results['final'][:, :, -1], 2, 3)[:, :, :key_width]
+  chains = initial_state, pieces
+  results = _run(arrays, options, chains, save_state=save)
+  out, final_state = _results(raw, results)
   if not save:
     return out, final_state
-  saved = {'state': results['saved'][..., :key_width]}
+  saved = {'state': results['saved'][..., : q.shape[3]]}
   shape = (*saved['state'].shape[:3], CHUNK, CHUNK)
   saved['inverse'] = results['inverse'].reshape(shape)
   return out, final_state, saved
@@ -165,36 +165,75 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array]:
   """Output and final state, differentiable; see `kda.api.kda`.
 
-  The gradient is that of the chunk form in plain JAX, which takes the inputs
-  alone and makes its own intermediate results.
+  The gradient makes the operands of all chunks again. settings.save says
+  whether the states that enter the chunks are kept for it, 512 bytes a token
+  and value head, or made again by one more scan; and whether T is kept too,
+  which spares only its writing.
   """
   return _chunked(settings, raw, initial_state, segment_ids)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(settings, raw, initial_state, segment_ids):
-  options = settings._asdict()
-  del options['chunk_size'], options['save']
-  return kda_mosaic_gpu(
-    *raw[:5],
-    a_log=raw.a_log,
-    dt_bias=raw.dt_bias,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    **options,
-  )
+  arrays, options = _inputs(raw, segment_ids, settings, False)
+  results = _run(arrays, options, (initial_state, None))
+  return _results(raw, results)
+
+
+def _results(raw: kda_inputs.Raw, results: dict):
+  """Output and final state in the layout of the arguments."""
+  length, key_width = raw.q.shape[1], raw.q.shape[3]
+  final_bhkv = jnp.swapaxes(results['final'][:, :, -1], 2, 3)
+  return results['out'][:, :length], final_bhkv[:, :, :key_width]
 
 
 def _chunked_forward(settings, raw, initial_state, segment_ids):
-  results = _chunked(settings, raw, initial_state, segment_ids)
-  return results, (raw, initial_state, segment_ids)
+  keep = settings.save != 'inputs'
+  inverse = settings.save == 'state_and_t'
+  arrays, options = _inputs(raw, segment_ids, settings, inverse)
+  results = _run(arrays, options, (initial_state, None), save_state=keep)
+  kept = {n: results[n] for n in ('saved', 'inverse') if n in results}
+  return _results(raw, results), (raw, initial_state, segment_ids, kept)
 
 
 def _chunked_backward(settings, residuals, cotangents):
-  raw, initial_state, segment_ids = residuals
-  plain = lambda raw, state: xla.chunked(raw, state, segment_ids, settings)
-  _, transpose = jax.vjp(plain, raw, initial_state)
-  return (*transpose(cotangents), None)
+  raw, initial_state, segment_ids, kept = residuals
+  raw = _with_beta(raw, settings)
+  d_out, d_final = cotangents
+  make = 'inverse' not in kept
+  arrays, options = _inputs(raw, segment_ids, settings, make)
+  work = _work(arrays)
+  pieces = _pieces(work.batch * work.heads, work.chunks)
+  operands = _operands(arrays, work, options)
+  if 'saved' not in kept:
+    initial = _transposed(initial_state)
+    last = dict(masked=options.masked, output=False, save_state=True)
+    kept |= {'saved': _scan(operands, initial, pieces, **last)['saved']}
+  inverse = operands['saved_inverse'] if make else kept['inverse']
+  operands['leaving'] = _transposed(d_final)
+  # Bulk copies need whole groups of 8 tokens.
+  operands['d_out'] = _extend(d_out, 1, CHUNK) if d_out.shape[1] % 8 else d_out
+  scanned = reverse_scan.in_pieces(operands, pieces, options.masked)
+  length, width = raw.q.shape[1], raw.q.shape[3]
+  states = gradient_kernel.States(
+    kept['saved'][..., :width],
+    inverse.reshape(*kept['saved'].shape[:3], CHUNK, CHUNK),
+    scanned['d_state'][..., :width],
+    scanned['d_values'][:, :length],
+  )
+  d_raw = gradient_kernel.gradients(raw, segment_ids, states, d_out, settings)
+  if initial_state is None:
+    return d_raw, None, None
+  d_state_bhkv = jnp.swapaxes(scanned['entering'][:, :, 0], 2, 3)[:, :, :width]
+  return d_raw, d_state_bhkv.astype(initial_state.dtype), None
+
+
+def _with_beta(raw: kda_inputs.Raw, settings) -> kda_inputs.Raw:
+  """Inputs whose betas can be divided by, as the gradient of beta does."""
+  if settings.activate_beta:
+    return raw
+  small = jnp.abs(raw.beta) < _LEAST_BETA
+  return raw._replace(beta=jnp.where(small, _LEAST_BETA, raw.beta))
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
@@ -235,17 +274,16 @@ def _raw_arrays(raw, parameters, segment_ids, options: prep.Options) -> dict:
   return arrays
 
 
-def _run(arrays: dict, options: prep.Options, chains) -> dict:
+def _run(arrays: dict, options, chains, *, save_state=False) -> dict:
   """Preparation and scan; `chains`: initial state or None, pieces or None."""
   initial, pieces = chains
   work = _work(arrays)
   if pieces is None:
     pieces = _pieces(work.batch * work.heads, work.chunks)
   operands = _operands(arrays, work, options)
-  save = options.save_inverse
-  last = dict(masked=options.masked, save_state=save)
+  last = dict(masked=options.masked, save_state=save_state)
   results = _scan(operands, _transposed(initial), pieces, **last)
-  if save:
+  if options.save_inverse:
     results['inverse'] = operands['saved_inverse']
   return results
 

@@ -1,0 +1,320 @@
+"""Gradients of the Hopper kernels of KDA.
+
+Without the device the kernels are replaced by their definitions in plain JAX,
+so that what lies between them is tested: pieces, documents, widths, grouped
+heads, and what is saved. The tests marked gpu run the kernels themselves.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import testing
+from pallas_kernels.kda import inputs as kda_inputs
+from pallas_kernels.kda import (
+  mosaic_gpu,
+  mosaic_gpu_flags,
+  mosaic_gpu_place,
+  mosaic_gpu_prep,
+  mosaic_gpu_reverse,
+  mosaic_gpu_scan,
+  reference,
+)
+
+CHUNK = 64
+NAMES = ('q', 'k', 'v', 'gate', 'beta', 'a_log', 'dt_bias', 'initial_state')
+
+
+def arguments(shape, case='mixed', *, key_heads=None, seed=0):
+  """Arguments of `kda` for (batch, length, heads, key and value width)."""
+  batch, length, heads, width, value_width = shape
+  rng = np.random.default_rng(seed)
+  half = lambda x: jnp.asarray(x, jnp.bfloat16)
+  rows, key_heads = (batch, length), key_heads or heads
+  alike = 10 if case in ('correlated', 'corner') else 0
+  gate = 2 * rng.normal(size=(*rows, heads, width))
+  gate = {'saturated': 30 + gate, 'zero': gate - 30, 'corner': gate - 30}.get(
+    case, gate
+  )
+  normal = lambda *sizes: rng.normal(size=sizes)
+  return dict(
+    q=half(normal(*rows, key_heads, width)),
+    k=half(normal(*rows, key_heads, width) + alike),
+    v=half(normal(*rows, heads, value_width)),
+    gate=half(gate),
+    beta=half(normal(*rows, heads) + (8 if case == 'corner' else 0)),
+    a_log=jnp.asarray(0.3 * normal(heads), jnp.float32),
+    dt_bias=jnp.asarray(0.3 * normal(heads, width), jnp.float32),
+    initial_state=jnp.asarray(
+      normal(batch, heads, width, value_width), jnp.float32
+    ),
+  )
+
+
+def cotangents(args, size=1.0, seed=1):
+  rng = np.random.default_rng(seed)
+  draw = lambda like: size * rng.normal(size=like.shape)
+  return (
+    jnp.asarray(draw(args['v']), jnp.bfloat16),
+    jnp.asarray(0.1 * draw(args['initial_state']), jnp.float32),
+  )
+
+
+def settings_of(args, save='inputs', **changed):
+  scale = args['q'].shape[-1] ** -0.5
+  flags = dict(normalize_qk=True, activate_gate=True, activate_beta=True)
+  return kda_inputs.Settings(-5.0, scale, **flags | changed, save=save)
+
+
+def gradients(chunked, args, cotangents, segment_ids=None, **options):
+  """Gradients by name of what `chunked` makes of the arguments."""
+  settings = settings_of(args, **options)
+
+  def run(args):
+    raw = kda_inputs.Raw(*[args.get(n) for n in NAMES[:7]])
+    return chunked(raw, args['initial_state'], segment_ids, settings)
+
+  _, pull = jax.vjp(run, args)
+  return pull(cotangents)[0]
+
+
+def expected(args, cotangents, segment_ids=None, **options):
+  """Automatic derivatives of the float64 recurrence on the same inputs."""
+  with jax.enable_x64(True):
+    wide = lambda x: jnp.asarray(np.asarray(x, np.float64))
+    args, cotangents = jax.tree.map(wide, (args, cotangents))
+    if segment_ids is not None:  # what stands on padding is not an output
+      valid = (segment_ids != 0)[:, :, None, None]
+      cotangents = jnp.where(valid, cotangents[0], 0), cotangents[1]
+    run = functools.partial(gradients, reference.recurrence, **options)
+    result = jax.jit(run)(args, cotangents, segment_ids)
+    return jax.tree.map(np.asarray, result)
+
+
+def check(args, got, want):
+  for name, x in want.items():
+    assert got[name].shape == x.shape, name
+    got_x = np.asarray(got[name], np.float64)
+    if name == 'a_log':
+      # Its terms nearly cancel, so an error may be small against them instead.
+      z = np.asarray(args['gate'], np.float64) + np.asarray(args['dt_bias'])
+      terms = np.abs(want['gate'] * z).sum((0, 1, 3))
+      if np.linalg.norm(got_x - x) < 1e-3 * np.linalg.norm(terms):
+        continue
+    testing.assert_close(got_x, x, 'kda', name, 'bfloat16')
+
+
+def chunks(x, axis):
+  """The axis of N * 64 tokens cut in two, N and 64."""
+  shape = x.shape[:axis] + (-1, CHUNK) + x.shape[axis + 1 :]
+  return x.reshape(shape)
+
+
+def half(x):
+  return x.astype(jnp.bfloat16)
+
+
+def product(subscripts, a, b):
+  return jnp.einsum(
+    subscripts, a, b, precision='highest', preferred_element_type=jnp.float32
+  )
+
+
+def plain_flags(segment_ids):
+  """`mosaic_gpu_flags.flags` by its definition."""
+  index = chunks(kda_inputs.documents(segment_ids).index, 1)
+  last = index[:, :, -1:]
+  entered = jnp.pad(last[:, :-1], ((0, 0), (1, 0), (0, 0)))
+  flags = (
+    (chunks(segment_ids != 0, 1).astype(int) << mosaic_gpu_place.VALID)
+    + ((index == entered).astype(int) << mosaic_gpu_place.ENTERS)
+    + ((index == last).astype(int) << mosaic_gpu_place.LEAVES)
+    + ((index - entered) << mosaic_gpu_place.SEGMENT)
+  )
+  return flags.reshape(segment_ids.shape), (flags == 7).all(-1).astype(int)
+
+
+def plain_prepare(arrays, work, options):
+  """`mosaic_gpu_prep.prepare` by its definitions."""
+
+  def rows(x):  # [B, T, H, K] to [B, HV, N, 64, K]
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % CHUNK), (0, 0), (0, 0)])
+    x = jnp.moveaxis(x.astype(jnp.float32), 2, 1)
+    return chunks(jnp.repeat(x, work.heads // x.shape[1], axis=1), 2)
+
+  q, k, gate = (rows(arrays[name]) for name in ('q', 'k', 'gate'))
+  beta = chunks(arrays['beta'], 2)
+  flags = jnp.full((work.batch, work.chunks, CHUNK), 7)
+  if options.masked:
+    flags = chunks(arrays['flags'], 1)
+  bit = lambda n: (flags >> n & 1)[:, None, :, :, None] != 0
+  valid = bit(mosaic_gpu_place.VALID)
+  q, k, gate = (jnp.where(valid, x, 0.0) for x in (q, k, gate))
+  if options.normalize_qk:
+    q, k = (kda_inputs.l2_normalize(x) for x in (q, k))
+  decay = gate
+  if options.activate_gate:
+    slope, shift = arrays['affine'].swapaxes(0, 1)[:, None, :, None, None]
+    decay = options.lower_bound / (1 + jnp.exp2(slope * gate + shift))
+    decay = jnp.where(valid, decay, 0.0)
+  total = jnp.cumsum(decay, axis=3)
+  segment = flags >> mosaic_gpu_place.SEGMENT
+  same = (segment[..., :, None] == segment[..., None, :])[:, None]
+  pairs = jnp.exp(
+    jnp.minimum(total[..., :, None, :] - total[..., None, :, :], 0)
+  )
+  scores = jnp.einsum('bhnik,bhnjk,bhnijk->bhnij', q, k, pairs) * same
+  alike = jnp.einsum('bhnik,bhnjk,bhnijk->bhnij', k, k, pairs) * same
+  a = jnp.tril(beta[..., None] * alike, -1)
+  inverse = jnp.linalg.inv(jnp.eye(CHUNK) + a)
+  scaled = inverse * beta[..., None, :]
+  enters, leaves = bit(mosaic_gpu_place.ENTERS), bit(mosaic_gpu_place.LEAVES)
+  head = jnp.where(enters & valid, jnp.exp(total), 0.0)
+  tail = jnp.exp(total[..., -1:, :] - total)
+  end = jnp.where(leaves & valid, k * tail, 0.0)
+  stays = enters[..., -1, :]
+  tokens = lambda x: half(x).reshape(*x.shape[:2], -1, x.shape[-1])
+  scores = options.scale * jnp.tril(scores)
+  return dict(
+    minus_key=tokens(-k * head),
+    query=tokens(options.scale * q * head),
+    update=tokens(product('bhnij,bhnik->bhnjk', scaled, end)),
+    scores=tokens(product('bhnij,bhnjl->bhnil', scores, scaled)),
+    gamma=jnp.where(stays, jnp.exp(total[..., -1, :]), 0.0),
+    saved_inverse=tokens(inverse),
+  )
+
+
+def cut_rows(array, arrays, masked):
+  """Values or their cotangents as [B, HV, N, 64, V], 0 outside documents."""
+  tail = arrays['minus_key'].shape[2] - array.shape[1]
+  array = jnp.pad(array, [(0, 0), (0, tail), (0, 0), (0, 0)])
+  if masked:
+    valid = (arrays['flags'] >> mosaic_gpu_place.VALID & 1) != 0
+    array = jnp.where(valid[..., None, None], array, 0)
+  return chunks(jnp.moveaxis(array, 2, 1), 2)
+
+
+def cut_operands(arrays):
+  names = ('minus_key', 'query', 'update', 'scores')
+  return [*[chunks(arrays[n], 2) for n in names], arrays['gamma']]
+
+
+def pieces_of(plan, chunk_count):
+  longest = -(-chunk_count // plan.pieces)
+  for i, piece in enumerate(plan.running):
+    start = piece * longest
+    yield i, range(start, max(start, min(start + longest, chunk_count)))
+
+
+def plain_scan(arrays, plan):
+  """`mosaic_gpu_scan.scan` by its definition, with its roundings."""
+  minus_key, query, update, scores, gamma = cut_operands(arrays)
+  wide = arrays['values'].shape[3] if plan.values else 128
+  lead, count = minus_key.shape[:2], minus_key.shape[2]
+  if plan.values:
+    values = cut_rows(arrays['values'], arrays, plan.masked)
+  outs, saved, finals = {}, {}, []
+  for i, piece in pieces_of(plan, count):
+    state = jnp.zeros((*lead, wide, 128), jnp.float32)
+    if plan.initial:
+      state = arrays['initial'][:, :, i]
+    for n in piece:
+      saved[n] = half(state)
+      e = product('bhvk,bhck->bhcv', half(state), minus_key[:, :, n])
+      if plan.values:
+        e += values[:, :, n]
+      outs[n] = product('bhck,bhvk->bhcv', query[:, :, n], half(state))
+      outs[n] += product('bhcd,bhdv->bhcv', scores[:, :, n], half(e))
+      state = gamma[:, :, n, None] * state
+      state += product('bhcv,bhck->bhvk', half(e), update[:, :, n])
+    finals.append(state)
+  result = {'final': jnp.stack(finals, 2)}
+  if plan.save_state:
+    result['saved'] = jnp.stack([saved[n] for n in range(count)], 2)
+  if plan.output:
+    out = jnp.stack([half(outs[n]) for n in range(count)], 2)
+    out = jnp.moveaxis(out.reshape(*lead, -1, wide), 1, 2)
+    result['out'] = out[:, : arrays['values'].shape[1]]
+  return result
+
+
+def plain_reverse(arrays, plan):
+  """`mosaic_gpu_reverse.scan` by its definition, with its roundings."""
+  minus_key, query, update, scores, gamma = cut_operands(arrays)
+  wide = arrays['d_out'].shape[3] if plan.cotangent else 128
+  lead, count = minus_key.shape[:2], minus_key.shape[2]
+  operand = half if plan.cotangent else lambda x: x
+  if plan.cotangent:
+    d_out = cut_rows(arrays['d_out'], arrays, plan.masked)
+  d_values, d_state, entering = {}, {}, []
+  for i, piece in pieces_of(plan, count):
+    state = jnp.zeros((*lead, wide, 128), jnp.float32)
+    if plan.leaving:
+      state = arrays['leaving'][:, :, i]
+    for n in reversed(piece):
+      d_state[n] = half(state)
+      e = product('bhck,bhvk->bhcv', update[:, :, n], operand(state))
+      state = gamma[:, :, n, None] * state
+      if plan.cotangent:
+        e += product('bhdc,bhdv->bhcv', scores[:, :, n], d_out[:, :, n])
+        state += product('bhcv,bhck->bhvk', d_out[:, :, n], query[:, :, n])
+      state += product('bhcv,bhck->bhvk', operand(e), minus_key[:, :, n])
+      d_values[n] = half(e)
+    entering.append(state)
+  result = {'entering': jnp.stack(entering, 2)}
+  if plan.output:
+    d_values = jnp.stack([d_values[n] for n in range(count)], 2)
+    d_values = jnp.moveaxis(d_values.reshape(*lead, -1, wide), 1, 2)
+    result['d_values'] = d_values[:, : arrays['d_out'].shape[1]]
+    result['d_state'] = jnp.stack([d_state[n] for n in range(count)], 2)
+  return result
+
+
+@pytest.fixture
+def plain(monkeypatch):
+  """Every kernel by its definition."""
+  monkeypatch.setattr(mosaic_gpu, '_device_kind', lambda: 'NVIDIA H200')
+  monkeypatch.setattr(mosaic_gpu_flags, 'flags', plain_flags)
+  monkeypatch.setattr(mosaic_gpu_prep, 'prepare', plain_prepare)
+  monkeypatch.setattr(mosaic_gpu_scan, 'scan', plain_scan)
+  monkeypatch.setattr(mosaic_gpu_reverse, 'scan', plain_reverse)
+
+
+def check_plain(shape, segment_ids=None, **options):
+  args = arguments(shape, key_heads=options.pop('key_heads', None))
+  given = cotangents(args)
+  run = functools.partial(gradients, mosaic_gpu.chunked, **options)
+  got = jax.jit(run)(args, given, segment_ids)
+  check(args, got, expected(args, given, segment_ids))
+
+
+@pytest.mark.parametrize('save', ['inputs', 'state', 'state_and_t'])
+def test_what_is_saved(plain, save):
+  check_plain((2, 128, 2, 128, 128), save=save)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+  monkeypatch.setattr(mosaic_gpu, '_pieces', lambda chains, chunks: 3)
+
+
+def test_pieces_of_a_chain(plain, in_pieces):
+  check_plain((1, 320, 1, 128, 64))
+
+
+def packed_ids(length):
+  ids = np.zeros((2, length), np.int32)
+  bounds = [3, 50, 64, 100, 104, 105, length]
+  for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:])):
+    ids[0, start:end] = 0 if start == 100 else i + 1
+  ids[1, : length - 40] = 1
+  return jnp.asarray(ids)
+
+
+def test_documents_and_grouped_heads(plain):
+  ids = packed_ids(150)
+  check_plain((2, 150, 2, 64, 128), ids, key_heads=1, save='state')
