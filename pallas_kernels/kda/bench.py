@@ -4,6 +4,11 @@ The floor is the larger of two times: the bytes that every chunked form has to
 move once, over the bandwidth of a large copy; and the operations of its matrix
 products, over the rate of one large product in the same dtype. Both rates are
 measured in the same process. The peer is the reference, token after token.
+
+  python -m experiments.bench kda --specs=small,k3_head
+  python -m experiments.bench kda --shapes=1x8192x96,1300+547x96 --peers=fla,jla
+
+The second form is for GPUs: see `device_bench`.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.bench import matmul_rate
-from pallas_kernels.kda import arg_specs
+from pallas_kernels.kda import arg_specs, device_bench
 from pallas_kernels.kda.api import kda
 from pallas_kernels.timing import copy_bandwidth, median_seconds
 
@@ -25,6 +30,9 @@ COLUMNS = ('spec', 'pass', 'ms', 'floor_ms', 'times_floor', 'peer_ratio')
 def run(
   specs: Iterable[arg_specs.ArgSpec] | None = None,
   *,
+  shapes: str | None = None,
+  peers: str = '',
+  passes: str = 'forward,gradient',
   implementation: str | None = None,
   chunk_size: int = 64,
   save: str = 'inputs',
@@ -35,16 +43,30 @@ def run(
 
   Args:
     specs: None takes those tagged 'bench'.
+    shapes: instead of specs, BxTxH by commas, K = V = 128, bfloat16; packed
+      documents as their lengths, 1300+547x96.
+    peers: 'fla', 'jla' by commas, public implementations beside those shapes.
+    passes: 'forward', 'gradient' (both passes) by commas, for shapes.
     implementation, chunk_size, save: as for `kda`.
     repeats: timed calls, of which the median is reported.
     peer: the implementation to compare with; None leaves the ratio out (nan).
   """
+  options = {'chunk_size': chunk_size, 'save': save}
+  if shapes is not None:
+    return device_bench.run(
+      shapes,
+      [name for name in peers.split(',') if name],
+      passes.split(','),
+      floor_of=traffic,
+      operations_of=functools.partial(operations, chunk_size=chunk_size),
+      implementation=implementation,
+      **options,
+    )
   specs = arg_specs.tagged('bench') if specs is None else tuple(specs)
   bandwidth = copy_bandwidth(repeats)
   rates = {dtype: matmul_rate(dtype) for dtype in {s.dtype for s in specs}}
   print(' '.join(f'{name:>12}' for name in COLUMNS))
   rows = []
-  options = {'chunk_size': chunk_size, 'save': save}
   for spec in specs:
     for kind in ('forward', 'gradient'):
       floor = max(
