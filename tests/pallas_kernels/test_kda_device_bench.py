@@ -28,16 +28,12 @@ def test_unknown_peer_is_refused_before_anything_runs():
 
 def test_rows(monkeypatch, capsys):
   monkeypatch.setattr(device_bench, 'copy_bandwidth', lambda: 1e10)
-  monkeypatch.setattr(device_bench, 'matmul_rate', lambda: 1e12)
+  monkeypatch.setattr(device_bench, 'matmul_rate', lambda: 1e15)
   monkeypatch.setattr(
     peers, 'PEERS', {'jla': ('jax-linear-attention', 'no_such_module')}
   )
-  rows = bench.run(shapes='1x64x1,40+24x1', peers='jla')
-  assert [(row['shape'], row['pass']) for row in rows] == [
-    (shape, kind)
-    for shape in ('1x64x1', '40+24x1')
-    for kind in ('forward', 'gradient')
-  ]
+  rows = bench.run(shapes='1x64x1,40+24x1', peers='jla', passes='forward')
+  assert [row['shape'] for row in rows] == ['1x64x1', '40+24x1']
   floor = bench.traffic(device_bench.parse('1x64x1').spec, 'forward') / 1e10
   assert rows[0]['floor_ms'] == pytest.approx(floor * 1e3)
   assert 'jla is not installed' in capsys.readouterr().out
