@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.quantile_router import mosaic_tpu, reference, xla
+from pallas_kernels.quantile_router import (
+  mosaic_gpu,
+  mosaic_tpu,
+  reference,
+  xla,
+)
 from pallas_kernels.quantile_router.statistics import Statistics
 
 Cutoff = Literal['kplus1', 'midpoint']
@@ -83,8 +88,8 @@ def route(
       has no point mass at the present bias.
     space: scores the bias is added to.
     weight_scale: factor on the weights.
-    implementation: 'mosaic_tpu', 'xla', 'reference', or None for the best on
-      this device.
+    implementation: 'mosaic_tpu', 'mosaic_gpu', 'xla', 'reference', or None for
+      the best on this device.
 
   Raises:
     ValueError: sizes do not fit, or an option is unknown.
@@ -94,17 +99,19 @@ def route(
   _check(logits, bias, top_k, mask)
   _check_option('cutoff', cutoff, ('kplus1', 'midpoint'))
   _check_option('space', space, ('sigmoid', 'logit'))
-  refusal = mosaic_tpu.refusal(logits, top_k, statistics)
-  name = dispatch.choose(
-    'quantile_router',
-    implementation,
-    [('mosaic_tpu', refusal), ('xla', None), ('reference', None)],
-  )
+  kernels = {'mosaic_tpu': mosaic_tpu, 'mosaic_gpu': mosaic_gpu}
+  candidates = [
+    (name, kernel.refusal(logits, top_k, statistics))
+    for name, kernel in kernels.items()
+  ]
+  candidates[1:1] = [('xla', None), ('reference', None)]
+  name = dispatch.choose('quantile_router', implementation, candidates)
   batch, experts = logits.shape[:-1], logits.shape[-1]
   mask_t = jnp.ones(batch, bool) if mask is None else mask.astype(bool)
   mask_t = mask_t.reshape(-1)
-  run = mosaic_tpu.route
-  if name != 'mosaic_tpu':
+  if name in kernels:
+    run = kernels[name].route
+  else:
     run = functools.partial(_plain, _IMPLEMENTATIONS[name])
   indices, chosen, level, counts, finite = run(
     logits.reshape(-1, experts),
