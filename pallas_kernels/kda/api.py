@@ -76,10 +76,10 @@ def kda(
       one may reach those that share a chunk with it.
     chunk_size: tokens in a chunk, a multiple of 16.
     save: what is kept for the gradient. 'inputs' nothing more, 'state' also
-      the state before every group of chunks, 'state_and_t' also each chunk's
-      inverse [C, C].
-    implementation: 'mosaic_tpu', 'xla', 'reference', or None for the best on
-      this device.
+      the state before every group of chunks, on Hopper before every chunk,
+      'state_and_t' also each chunk's inverse [C, C].
+    implementation: 'mosaic_gpu', 'mosaic_tpu', 'xla', 'reference', or None for
+      the best on this device.
 
   Returns:
     The output [B, T, HV, V] in the dtype of v, and the state [B, HV, K, V]
@@ -110,7 +110,9 @@ def kda(
     shape = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
     state = jnp.zeros(shape) if initial_state is None else initial_state
     return jnp.zeros(v.shape, v.dtype), state.astype(wide)
-  if initial_state is None:
+  if initial_state is not None:
+    initial_state = initial_state.astype(wide)
+  elif name != 'mosaic_gpu':  # whose scans need nothing to start from zero
     initial_state = kda_inputs.zero_state(raw)
   run = {
     'mosaic_gpu': mosaic_gpu.chunked,
@@ -118,7 +120,7 @@ def kda(
     'xla': xla.chunked,
     'reference': reference.recurrence,
   }[name]
-  arguments = (raw, initial_state.astype(wide), segment_ids)
+  arguments = (raw, initial_state, segment_ids)
   return run(*kda_inputs.equally_varying(arguments), settings)
 
 
