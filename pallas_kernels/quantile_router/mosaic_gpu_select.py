@@ -269,33 +269,51 @@ def _rank_candidates(plan: Plan, biased, row: Row, found):
   """Ranks of the scores that reach the level, one a lane."""
   level, start, total = found
   lane_code.wait_for_warp()
+  own = warp.add(row.pairs, warp.times(row.lane, _PAIR))
+  present = warp.compare(row.lane, 'slt', total)
+  absent = warp.compare(row.lane, 'sge', total)
+  # Comparisons with places that nobody takes must fail.
+  warp.store(own, 0, [Real(float('nan'))], predicate=absent)
   address = warp.add(row.pairs, warp.times(start, _PAIR))
   for i, x in enumerate(biased):
-    expert = _expert(plan, i, row.lane)
-    address = lane_code.append_if_at_least(address, (x, expert), level)
+    pair = x, _expert(plan, i, row.lane)
+    address = lane_code.append_if_at_least(address, pair, level)
   lane_code.wait_for_warp()
-  own = warp.add(row.pairs, warp.times(row.lane, _PAIR))
-  mine, word = warp.load(own, 0, 2)
-  present = warp.compare(row.lane, 'slt', total)
-  return _rank(row, total, (lane_code.as_real(mine), word, present))
+  bits, expert = warp.load(own, 0, 2)
+  score = lane_code.as_real(bits)
+  rank = _rank(row, score)
+  rank = warp.where(present, rank, warp.word(0))
+  # Ranks are 0, 1, ... total - 1 but for equal scores, which share the lowest.
+  twice = warp.shift_left(lane_code.warp_sum(rank), 1)
+  distinct = warp.product(total, warp.add(total, -1))
+  (rank,) = lane_code.choose(
+    warp.compare(distinct, 'eq', twice),
+    lambda: [rank],
+    lambda: [_settle_ties(row, score, (rank, expert))],
+    [Word],
+  )
+  return score, expert, warp.where(present, rank, warp.word(_NONE))
 
 
-def _rank(row: Row, total: Word, own):
-  score, expert, present = own
-  score = warp.where(present, score, float('nan'))
+def _rank(row: Row, score: Real) -> Word:
+  """How many candidates are better than this lane's."""
   rank = warp.word(0)
   for i in range(0, LANES, 2):
-    values = warp.load(row.pairs, i * _PAIR, 4)
-    for n, other in ((i, values[0]), (i + 1, values[2])):
-      exists = warp.compare(total, 'sgt', n)
-      other, index = lane_code.as_real(other), values[1 if n == i else 3]
-      better = warp.both(exists, lane_code.greater(other, score))
-      same = warp.both(exists, lane_code.equal(other, score))
-      lower = warp.compare(index, 'slt', expert)
-      rank = lane_code.count_if(
-        rank, lane_code.either(better, warp.both(same, lower))
-      )
-  return score, expert, warp.where(present, rank, warp.word(_NONE))
+    one, _, other, _ = warp.load(row.pairs, i * _PAIR, 4)
+    for x in (one, other):
+      rank = lane_code.count_if_greater(rank, lane_code.as_real(x), score)
+  return rank
+
+
+def _settle_ties(row: Row, score: Real, own) -> Word:
+  """The rank with equal scores in the order of their experts."""
+  rank, expert = own
+  for i in range(LANES):
+    other, index = warp.load(row.pairs, i * _PAIR, 2)
+    same = lane_code.equal(lane_code.as_real(other), score)
+    lower = warp.compare(index, 'slt', expert)
+    rank = lane_code.count_if(rank, warp.both(same, lower))
+  return rank
 
 
 def _expert(plan: Plan, held: int, lane: Word) -> Word:

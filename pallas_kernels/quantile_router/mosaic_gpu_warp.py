@@ -148,6 +148,16 @@ def count_if(total: Word, condition: ir.Value) -> Word:
   return utils.inline_ptx(ptx, total, condition, result_types=_i32())
 
 
+def count_if_greater(total: Word, a: Real, b: Real) -> Word:
+  """total, one more where a > b."""
+  ptx = (
+    '{ .reg .pred p; setp.gt.f32 p, $2, $3; mov.b32 $0, $1;'
+    ' @p add.s32 $0, $0, 1; }'
+  )
+  operands = (total, a.value, b.value)
+  return utils.inline_ptx(ptx, *operands, result_types=_i32())
+
+
 def _warp_wide(ptx: str, *operands, of: ir.Type):
   return utils.inline_ptx(ptx, *operands, result_types=of, convergent=True)
 

@@ -125,6 +125,7 @@ def instructions(machine: Machine) -> dict:
     word=np_int,
     add=lambda a, b: (a + np.asarray(b, np_int)).astype(np_int),
     times=lambda a, b: (a * np.asarray(b, np_int)).astype(np_int),
+    product=lambda a, b: (a * b).astype(np_int),
     shift_left=lambda a, bits: np.left_shift(a, bits).astype(np_int),
     bit_and=lambda a, b: np.bitwise_and(a, np_int(b)),
     xor=lambda a, b: np.bitwise_xor(a, b),
@@ -217,6 +218,10 @@ def lane_instructions(machine: Machine) -> dict:
     as_real=lambda x: Real(m.wide(x).astype(np_int).view(np_real)),
     difference=lambda a, b: (a - b).astype(np_int),
     count_if=lambda total, c: (total + m.wide(c)).astype(np_int),
+    count_if_greater=lambda total, a, b: (
+      total + m.wide(a.value > b.value)
+    ).astype(np_int),
+    warp_sum=lambda x: m.each(m.warps(x).sum(1, dtype=np_int)),
     all_lanes=lambda c: m.each(m.warps(c).all(1)),
     lane_of=lane_of,
     from_lane=from_lane,
