@@ -13,9 +13,9 @@ its statistics depend on the strategy:
 
 What travels has the latent's width. Whatever the router does must fit, so
 'ring' holds R T J rows and 'all_to_all' R T min(J, E / R); only a capacity, and
-the drops it brings, take that down to about T J. Without padding the copies
-could travel by `jax.lax.ragged_all_to_all`; it has no CPU backend and is not
-used.
+the drops it brings, take that down to about T J. Only copies that exist travel
+where the backend has `jax.lax.ragged_all_to_all`; CPUs lack it and exchange the
+buffers with their padding.
 
 Suffixes: t tokens, j top-k slot, l latent width, e experts, g rows of one
 device's copies, c places in the buffers that all ranks exchange.
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch as implementations
 from pallas_kernels.grouped_matmul import combine, dispatch, sort_rows
 from trimoe_jax.config import Dispatch
 
@@ -172,29 +173,109 @@ _combine_scatter.defvjp(_combine_scatter_forward, _combine_scatter_backward)
 
 
 def _all_to_all(run, experts, z_tl, routes, *, axis, capacity):
-  """Copies to the ranks of their experts and back, in padded buffers."""
+  """Copies to the ranks of their experts and back."""
   count, ranks = _count(experts), jax.lax.axis_size(axis)
   known_tj = (routes.indices >= 0) & (routes.indices < count * ranks)
   rank_tj = jnp.where(known_tj, routes.indices // count, ranks)
   # The sort is stable: rows for one rank lie in the order of tokens and slots.
   rows = sort_rows(rank_tj, ranks, routes.mask)
   room = _room(*routes.indices.shape, count, ranks, capacity)
-  layout = _layout(rows.group_sizes, rank_tj.size, room)
-  exchange = functools.partial(
-    jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True
-  )
+  travel = _ragged if _has_ragged() else _padded
+  send, send_back = travel(rows.group_sizes, rank_tj.size, room, axis)
   expert_g = (routes.indices % count).reshape(-1)[rows.order]
   # Places that hold no copy name an expert that does not exist.
-  expert_c = exchange(_take(expert_g, layout.row, count))
-  z_gl = dispatch(z_tl, rows)
-  z_cl = exchange(_move(z_gl, layout.row, layout.place))
+  expert_c = send(expert_g, count)
+  z_cl = send(dispatch(z_tl, rows), 0)
 
   arrived = sort_rows(expert_c[:, None], count)
   there, back = arrived.order, arrived.inverse[:, 0]
   y_cl = run(experts, _move(z_cl, there, back), arrived.group_sizes)
-  y_cl = exchange(_move(y_cl, back, there))
-  y_gl = _move(y_cl, layout.place, layout.row)
-  return combine(y_gl, routes.weights, rows), layout.dropped
+  y_gl = send_back(_move(y_cl, back, there))
+  dropped = jnp.maximum(rows.group_sizes - room, 0)
+  return (
+    combine(y_gl, routes.weights, rows),
+    jnp.sum(dropped, dtype=jnp.int32),
+  )
+
+
+def _has_ragged() -> bool:
+  reason = None
+  if implementations.device_kind() == 'cpu':
+    reason = 'jax.lax.ragged_all_to_all has no CPU backend'
+  choices = (('ragged', reason), ('padded', None))
+  return implementations.choose('all_to_all', None, choices) == 'ragged'
+
+
+def _padded(sizes_r, rows: int, room: int, axis: str):
+  """(there, back) by buffers of equal length, padding included."""
+  layout = _layout(sizes_r, rows, room)
+  exchange = functools.partial(
+    jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True
+  )
+
+  def send(x, fill):
+    if x.ndim == 1:
+      return exchange(_take(x, layout.row, fill))
+    return exchange(_move(x, layout.row, layout.place))
+
+  return send, lambda y: _move(exchange(y), layout.place, layout.row)
+
+
+class _Slices(NamedTuple):
+  """Rows that this rank exchanges with each, as `ragged_all_to_all` reads it.
+
+  Attributes:
+    start, sent: own rows for each rank.
+    landing: where they lie in the array of each rank.
+    received: rows from each rank.
+  """
+
+  start: jax.Array
+  sent: jax.Array
+  landing: jax.Array
+  received: jax.Array
+
+
+def _ragged(sizes_r, rows: int, room: int, axis: str):
+  """(there, back) of nothing but copies, one rank's behind another's."""
+  ranks = sizes_r.shape[0]
+  kept_r = jnp.minimum(sizes_r, room)
+  start_r = jnp.cumsum(sizes_r) - sizes_r
+  # Of every source (rows) and destination (columns).
+  kept_rr, start_rr = (_gather(x[None], axis) for x in (kept_r, start_r))
+  landing_rr = jnp.cumsum(kept_rr, axis=0) - kept_rr
+  me = jax.lax.axis_index(axis)
+  arrived = kept_rr[:, me]
+  there = _Slices(start_r, kept_r, landing_rr[me], arrived)
+  back = _Slices(landing_rr[:, me], arrived, start_rr[:, me], kept_r)
+  travel = lambda x, fill, ways, length: _travel(axis, (length, fill), x, *ways)
+  return (
+    lambda x, fill: travel(x, fill, (there, back), ranks * room),
+    lambda y: travel(y, 0, (back, there), rows),
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _travel(axis, target, x, there, back):
+  """x by the slices `there`, into `target`: rows and what fills the others.
+
+  `back` is the inverse, so that the gradient travels by it.
+  """
+  length, fill = target
+  out = jnp.full((length, *x.shape[1:]), fill, x.dtype)
+  return jax.lax.ragged_all_to_all(x, out, *there, axis_name=axis)
+
+
+def _travel_forward(axis, target, x, there, back):
+  return _travel(axis, target, x, there, back), (there, back, x.shape[0])
+
+
+def _travel_backward(axis, target, saved, dout):
+  there, back, length = saved
+  return _travel(axis, (length, 0), dout, back, there), None, None
+
+
+_travel.defvjp(_travel_forward, _travel_backward)
 
 
 def _room(tokens, slots, count, ranks, capacity):
@@ -210,7 +291,6 @@ class _Layout(NamedTuple):
 
   row: jax.Array  # of each place, past the last row where it is empty
   place: jax.Array  # of each row, past the last place where it is dropped
-  dropped: jax.Array
 
 
 def _layout(sizes_r, rows: int, room: int) -> _Layout:
@@ -228,7 +308,7 @@ def _layout(sizes_r, rows: int, room: int) -> _Layout:
   within_g = row_g - start_r[jnp.minimum(rank_g, ranks - 1)]
   sent_g = (rank_g < ranks) & (within_g < room)
   place_g = jnp.where(sent_g, rank_g * room + within_g, ranks * room)
-  return _Layout(row_c, place_g, jnp.sum(sizes_r - kept_r, dtype=jnp.int32))
+  return _Layout(row_c, place_g)
 
 
 @jax.custom_vjp

@@ -1,0 +1,77 @@
+"""All-to-all of nothing but copies, with `ragged_all_to_all` acted out.
+
+CPUs have no such collective, so its definition is spelled out by an all-gather.
+"""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import test_expert_dispatch as dispatch_test
+from absl.testing import absltest, parameterized
+
+from trimoe_jax.parallel import expert
+
+
+def acted_out(operand, output, start, sent, landing, received, *, axis_name):
+  """`jax.lax.ragged_all_to_all` by its documentation."""
+  del received
+  everyone = jax.lax.all_gather((operand, start, sent, landing), axis_name)
+  me = jax.lax.axis_index(axis_name)
+  row = jnp.arange(output.shape[0])
+  for source in range(jax.lax.axis_size(axis_name)):
+    rows, start, sent, landing = (x[source] for x in everyone)
+    here = row - landing[me]
+    inside = (here >= 0) & (here < sent[me])
+    got = rows.at[start[me] + here].get(mode='clip')
+    inside = inside.reshape(-1, *(1,) * (output.ndim - 1))
+    output = jnp.where(inside, got, output)
+  return output
+
+
+def compiled(ranks, **kwargs):
+  """`dispatch_test.compiled` of 'all_to_all' with the ragged collective."""
+  with (
+    mock.patch.object(expert, '_has_ragged', lambda: True),
+    mock.patch.object(jax.lax, 'ragged_all_to_all', acted_out),
+  ):
+    function, split = dispatch_test.program.__wrapped__(
+      'all_to_all', ranks, **kwargs
+    )
+  return lambda *args: jax.tree.map(
+    np.asarray, function(*jax.device_put(args, split))
+  )
+
+
+@absltest.skipIf(jax.device_count() < 8, 'tests/conftest.py fakes 8 devices')
+class RaggedTest(parameterized.TestCase):
+  @parameterized.parameters(1, 4, 8)
+  def test_values_and_all_gradients(self, ranks):
+    run = compiled(ranks)
+    cases = {
+      'random': dispatch_test.random_routes(),
+      'one expert': np.tile(np.int32([9, 2, 3]), (dispatch_test.TOKENS, 1)),
+      'first experts only': dispatch_test.random_routes(experts=5),
+    }
+    for name, indices_tj in cases.items():
+      with self.subTest(name):
+        args = dispatch_test.arguments(indices_tj)
+        u_tl, dropped, gradients = run(*args)
+        wanted = dispatch_test.want(*args)
+        dispatch_test.assert_close((u_tl, gradients), wanted)
+        np.testing.assert_array_equal(dropped, np.zeros(ranks))
+        self.assertFalse(u_tl[~args[4]].any())
+
+  def test_capacity_drops_the_same_copies_as_padded_buffers(self):
+    indices_tj = dispatch_test.random_routes(experts=6)
+    args = dispatch_test.arguments(indices_tj)
+    got = compiled(4, capacity=1.0)(*args)
+    padded = dispatch_test.compiled('all_to_all', 4, capacity=1.0)(*args)
+    self.assertGreater(got[1].sum(), 0)
+    jax.tree.map(np.testing.assert_array_equal, got[1], padded[1])
+    dispatch_test.assert_close(got, padded)
+
+
+if __name__ == '__main__':
+  absltest.main()
