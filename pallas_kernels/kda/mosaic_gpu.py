@@ -21,9 +21,10 @@ import jax.numpy as jnp
 from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import mosaic_gpu_decode as decode_kernel
 from pallas_kernels.kda import mosaic_gpu_flags as packing
+from pallas_kernels.kda import mosaic_gpu_gradient as gradient_kernel
 from pallas_kernels.kda import mosaic_gpu_prep as prep
+from pallas_kernels.kda import mosaic_gpu_reverse as reverse_scan
 from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
-from pallas_kernels.kda import xla
 from pallas_kernels.kda.mosaic_gpu_place import (
   CHUNK,
   WIDTH,
@@ -214,18 +215,56 @@ def _chunked_backward(settings, residuals, cotangents):
   # Bulk copies need whole groups of 8 tokens.
   operands['d_out'] = _extend(d_out, 1, CHUNK) if d_out.shape[1] % 8 else d_out
   scanned = reverse_scan.in_pieces(operands, pieces, options.masked)
-  length, width = raw.q.shape[1], raw.q.shape[3]
-  states = gradient_kernel.States(
-    kept['saved'][..., :width],
-    inverse.reshape(*kept['saved'].shape[:3], CHUNK, CHUNK),
-    scanned['d_state'][..., :width],
-    scanned['d_values'][:, :length],
-  )
-  d_raw = gradient_kernel.gradients(raw, segment_ids, states, d_out, settings)
+  results = dict(state=kept['saved'], inverse=inverse, d_out=operands['d_out'])
+  chunk_arrays = _chunk_arrays(arrays | scanned | results)
+  chunks = gradient_kernel.gradient(chunk_arrays, work, options)
+  d_raw = _raw_gradients(raw, scanned['d_values'], chunks, settings)
   if initial_state is None:
     return d_raw, None, None
-  d_state_bhkv = jnp.swapaxes(scanned['entering'][:, :, 0], 2, 3)[:, :, :width]
+  d_state_bhkv = jnp.swapaxes(scanned['entering'][:, :, 0], 2, 3)
+  d_state_bhkv = d_state_bhkv[:, :, : initial_state.shape[2]]
   return d_raw, d_state_bhkv.astype(initial_state.dtype), None
+
+
+def _chunk_arrays(arrays: dict) -> dict:
+  """What `mosaic_gpu_gradient.gradient` takes, values widened to 128."""
+  names = ('values', 'd_out', 'd_values', 'state', 'd_state')
+  wide = {name: _widen(arrays[name], 3) for name in names}
+  return arrays | wide | {'dstate': wide['d_state']}
+
+
+def _raw_gradients(raw, d_values, chunks: dict, settings) -> kda_inputs.Raw:
+  """Gradients of the raw inputs from the kernel's of widened ones."""
+  length, heads, width = raw.q.shape[1:]
+  rows = lambda x, like: x[:, :length, :, :width].astype(like.dtype)
+  d_q, d_k = (_sum_groups(chunks[name], heads) for name in ('dq', 'dk'))
+  d_beta = jnp.swapaxes(chunks['dbeta'], 1, 2)[:, :length]
+  if settings.activate_beta:
+    logit = raw.beta.astype(jnp.float32)
+    # s (1 - s) would round 1 - s to a few digits once s is nearly 1.
+    d_beta *= jax.nn.sigmoid(logit) * jax.nn.sigmoid(-logit)
+  d_a_log = d_dt_bias = None
+  if raw.a_log is not None:
+    d_a_log = chunks['a_log'].astype(raw.a_log.dtype)
+  if raw.dt_bias is not None:
+    d_dt_bias = chunks['dt_bias'][:, :width].astype(raw.dt_bias.dtype)
+  return kda_inputs.Raw(
+    rows(d_q, raw.q),
+    rows(d_k, raw.k),
+    d_values[:, :length],
+    rows(chunks['dgate'], raw.gate),
+    d_beta.astype(raw.beta.dtype),
+    d_a_log,
+    d_dt_bias,
+  )
+
+
+def _sum_groups(x_bthk: jax.Array, heads: int) -> jax.Array:
+  """The sum over the value heads of each key head."""
+  if x_bthk.shape[2] == heads:
+    return x_bthk
+  x = x_bthk.reshape(*x_bthk.shape[:2], heads, -1, x_bthk.shape[3])
+  return x.astype(jnp.float32).sum(3)
 
 
 def _with_beta(raw: kda_inputs.Raw, settings) -> kda_inputs.Raw:
@@ -440,6 +479,12 @@ def decode_refusal(q, v, state, *, lower_bound, device_kind=None):
     return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
   if lower_bound is None:
     return 'the Hopper kernels need a bounded gate (lower_bound=-5.0)'
+  for name, array in (('q', q), ('k', k), ('v', v), ('gate', gate)):
+    if array.dtype not in (jnp.bfloat16, jnp.float32):
+      return (
+        'the Hopper kernel of one token takes float32 or bfloat16, '
+        f'{name} is {array.dtype}'
+      )
   if q.shape[2] not in _WIDTHS or v.shape[2] not in _WIDTHS:
     return (
       f'the Hopper kernels take widths {_WIDTHS}, not K={q.shape[2]}, '

@@ -17,6 +17,8 @@ from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import (
   mosaic_gpu,
   mosaic_gpu_flags,
+  mosaic_gpu_gradient,
+  mosaic_gpu_gradient_reference,
   mosaic_gpu_place,
   mosaic_gpu_prep,
   mosaic_gpu_reverse,
@@ -285,6 +287,54 @@ def plain_reverse(arrays, plan):
   return result
 
 
+def plain_gradient(arrays, work, options):
+  """`mosaic_gpu_gradient.gradient` by its reference."""
+  bit = mosaic_gpu_place.VALID
+  ids = arrays['flags'] >> bit & 1 if options.masked else None
+  if ids is not None:  # a new number where a document begins
+    segment = chunks(arrays['flags'] >> mosaic_gpu_place.SEGMENT, 1)
+    last = segment[:, :, -1]
+    before = jnp.cumsum(last, axis=1) - last
+    ids *= 1 + (segment + before[:, :, None]).reshape(ids.shape)
+  slope = arrays['affine'][:, 0, :1]
+  gate = (jnp.log(-slope[:, 0] * np.log(2)), arrays['affine'][:, 1] / slope)
+  raw = kda_inputs.Raw(
+    *[whole(arrays[name], work) for name in ('q', 'k', 'values', 'gate')],
+    jnp.swapaxes(arrays['beta'], 1, 2),
+    *(gate if options.activate_gate else (None, None)),
+  )
+  settings = kda_inputs.Settings(
+    options.lower_bound,
+    options.scale,
+    options.normalize_qk,
+    options.activate_gate,
+    activate_beta=False,
+  )
+  shape = (work.batch, work.heads, work.chunks, CHUNK, CHUNK)
+  states = mosaic_gpu_gradient_reference.States(
+    arrays['state'],
+    arrays['inverse'].reshape(shape),
+    arrays['dstate'],
+    whole(arrays['d_values'], work),
+  )
+  d_out = whole(arrays['d_out'], work)
+  d = mosaic_gpu_gradient_reference.gradients(raw, ids, states, d_out, settings)
+  # Each value head's own part is not known here, only their sum.
+  d_q, d_k = (
+    jnp.repeat(x.astype(jnp.float32) / work.group, work.group, axis=2)
+    for x in (d.q, d.k)
+  )
+  d_beta = jnp.swapaxes(d.beta, 1, 2).astype(jnp.float32)
+  result = dict(dq=d_q, dk=d_k, dgate=d.gate, dbeta=d_beta)
+  return result | dict(a_log=d.a_log, dt_bias=d.dt_bias)
+
+
+def whole(x, work):
+  """Rows of all chunks, zeros after the last token."""
+  missing = work.chunks * CHUNK - x.shape[1]
+  return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)])
+
+
 @pytest.fixture
 def plain(monkeypatch):
   """Every kernel by its definition."""
@@ -293,6 +343,7 @@ def plain(monkeypatch):
   monkeypatch.setattr(mosaic_gpu_prep, 'prepare', plain_prepare)
   monkeypatch.setattr(mosaic_gpu_scan, 'scan', plain_scan)
   monkeypatch.setattr(mosaic_gpu_reverse, 'scan', plain_reverse)
+  monkeypatch.setattr(mosaic_gpu_gradient, 'gradient', plain_gradient)
 
 
 def check_plain(shape, segment_ids=None, **options):
