@@ -428,6 +428,7 @@ def decode_mosaic_gpu(
   lower_bound=-5.0,
   scale=None,
   active=None,
+  slots=None,
   normalize_qk=True,
   activate_gate=True,
   activate_beta=True,
@@ -437,21 +438,25 @@ def decode_mosaic_gpu(
   Args:
     q, k: [B, H, K], K 64 or 128; v: [B, HV, V], V 64 or 128; gate: [B, HV, K];
       beta: [B, HV]; float32 or bfloat16.
-    state: [B, HV, K, V] float32.
+    state: [B, HV, K, V] float32; with slots a pool [N, HV, K, V].
     active: [B] bool or None for all; other rows keep their state and yield 0.
+    slots: [B] int32 or None, the row's place in the pool, negative for rows
+      that are not active and touch no state.
     a_log, dt_bias, lower_bound, scale, normalize_qk, activate_gate,
       activate_beta: as in `kda_mosaic_gpu`.
 
   Raises:
     NotImplementedError: `decode_refusal` has a reason.
   """
-  reason = decode_refusal(q, v, state, lower_bound=lower_bound)
+  reason = decode_refusal(q, k, v, gate, state, lower_bound=lower_bound)
   if reason is not None:
     raise NotImplementedError(f'{reason}; use implementation="xla".')
   batch, heads = beta.shape
   beta = beta.astype(jnp.float32)
   if activate_beta:
     beta = jax.nn.sigmoid(beta)
+  if slots is not None:
+    active = slots >= 0
   if active is None:
     active = jnp.ones((batch,), bool)
   affine_hck = _gate_affine((a_log, dt_bias), heads)
@@ -463,6 +468,8 @@ def decode_mosaic_gpu(
   arrays = {'query': q, 'key': k, 'gate': gate, 'value': v, 'state': state}
   arrays['shift'] = affine_hck[:, 1, : q.shape[2]]
   arrays['scalars'] = jnp.stack(scalars, axis=-1)
+  if slots is not None:
+    arrays['slots'] = slots.astype(jnp.int32)
   options = decode_kernel.Options(
     lower_bound=lower_bound,
     scale=q.shape[2] ** -0.5 if scale is None else float(scale),
@@ -472,7 +479,7 @@ def decode_mosaic_gpu(
   return decode_kernel.step(arrays, options)
 
 
-def decode_refusal(q, v, state, *, lower_bound, device_kind=None):
+def decode_refusal(q, k, v, gate, state, *, lower_bound, device_kind=None):
   """Why `decode_mosaic_gpu` cannot run the arguments, or None."""
   device_kind = device_kind or _device_kind()
   if not _is_hopper(device_kind):
