@@ -94,13 +94,24 @@ def _route(options, logits, bias_e, mask_t, statistics):
       dtype,
     )
     counts_en = counting.count(logits, found['bound'], table, counted)
-  return (
+  results = (
     found['indices'],
     found['chosen'],
     found['cutoff'],
     counts_en,
     found['finite'] > 0,
   )
+  return jax.tree.map(functools.partial(_vary_like, logits), results)
+
+
+def _vary_like(given, x):
+  """x marked as different on every device where `given` is.
+
+  Kernels lose that mark, which `shard_map` checks.
+  """
+  varying = lambda y: jax.typeof(y).manual_axis_type.varying
+  missing = tuple(varying(given) - varying(x))
+  return jax.lax.pcast(x, missing, to='varying') if missing else x
 
 
 def _table(statistics, bias_e) -> jax.Array:
@@ -122,9 +133,8 @@ def _route_backward(options, residuals, cotangents):
   indices_tj, finite_t, like = residuals
   d_chosen_tj = jnp.where(finite_t[:, None], cotangents[1], 0.0)
   rows = jnp.arange(indices_tj.shape[0])[:, None]
-  # zeros_like of a product varies over the mesh axes that the tokens do.
   zeros = jnp.zeros((indices_tj.shape[0], like.shape[1]), like.dtype)
-  zeros = zeros + 0 * d_chosen_tj[:, :1].astype(like.dtype)
+  zeros = _vary_like(d_chosen_tj, zeros)
   d_logits = zeros.at[rows, indices_tj].set(
     d_chosen_tj.astype(like.dtype),
     unique_indices=True,

@@ -105,16 +105,13 @@ def count(logits, bound_t, table, plan: Plan) -> jax.Array:
       edges [E, num_bins - 1].
     plan: see `Plan`.
   """
-  vary = jax.typeof(logits).manual_axis_type
   scratch = [plgpu.SMEM((plan.group, plan.num_bins), jnp.int32)]
   if plan.estimator == 'log_edges':
     scratch.append(plgpu.SMEM((plan.group, plan.pitch), jnp.float32))
   kernel = plgpu.kernel(
     lambda *refs: _body(plan, *refs),
     out_type=jax.ShapeDtypeStruct(
-      (plan.slices, plan.experts, plan.num_bins),
-      jnp.int32,
-      manual_axis_type=vary,
+      (plan.slices, plan.experts, plan.num_bins), jnp.int32
     ),
     grid=(plan.groups * plan.slices,),
     grid_names=('block',),

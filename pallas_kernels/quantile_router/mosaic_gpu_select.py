@@ -104,9 +104,8 @@ def select(logits, bias_e, mask_t, plan: Plan):
   Returns:
     The arrays of `outputs`, by name.
   """
-  vary = jax.typeof(logits).manual_axis_type
   written = {
-    name: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=vary)
+    name: jax.ShapeDtypeStruct(shape, dtype)
     for name, (shape, dtype) in outputs(plan).items()
   }
   names = ('logits', 'bias', 'mask', *written)
