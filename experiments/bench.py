@@ -2,6 +2,7 @@
 
   python -m experiments.bench kda --specs=small,k3_head --chunk_size=64
   python -m experiments.bench quantile_router
+  python -m experiments.bench balance --out=runs/balance
   python -m experiments.bench tpu_schedule --chip=v6e --op=kda --length=8192
 
 Every flag after the verb is an argument of the verb's function: numbers,
@@ -21,6 +22,8 @@ VERBS = {
   'attention_residual': 'pallas_kernels.attention_residual.bench',
   'quantile_router': 'pallas_kernels.quantile_router.bench',
   'grouped_matmul': 'pallas_kernels.grouped_matmul.bench',
+  'balance': 'trimoe_jax.evals.balance',
+  'moe': 'trimoe_jax.model.moe_bench',
 }
 SCHEDULES = {
   'kda': 'pallas_kernels.kda.tpu_bench',

@@ -8,10 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul import reference, xla
-
-# The reference is an oracle that wastes memory: last, only on request.
-_CANDIDATES = (('xla', None), ('reference', None))
+from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
 
 
 def grouped_matmul(
@@ -46,11 +43,23 @@ def grouped_matmul(
     TypeError: the sizes are not integers.
   """
   _check(lhs_gk, rhs_ekn, group_sizes_e, block)
-  name = dispatch.choose('grouped_matmul', implementation, _CANDIDATES)
+  name = dispatch.choose(
+    'grouped_matmul', implementation, _candidates(lhs_gk, rhs_ekn, block)
+  )
+  if name == 'mosaic_gpu':
+    return mosaic_gpu.grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e)
   if name == 'reference':
     return reference.grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e)
   block = block or xla.default_block(lhs_gk.shape[0], rhs_ekn.shape[0])
   return xla.grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e, block)
+
+
+def _candidates(lhs_gk, rhs_ekn, block) -> list[dispatch.Candidate]:
+  refusal = mosaic_gpu.refusal(lhs_gk, rhs_ekn)
+  if block is not None:
+    refusal = f"block={block} is a setting of 'xla'"
+  # The reference is an oracle that wastes memory: last, only on request.
+  return [('xla', None), ('mosaic_gpu', refusal), ('reference', None)]
 
 
 def _check(lhs_gk, rhs_ekn, group_sizes_e, block):

@@ -1,0 +1,108 @@
+"""The grouped matmul on Hopper GPUs, forward and both gradients.
+
+Libraries do not get near the floor at many experts (README, "Grouped
+products"), so these kernels are our own, in Pallas Mosaic GPU: one for rows
+times matrices, which with matrices read transposed is also the gradient of the
+rows, and one for the gradient of the matrices.
+
+Suffixes: g rows sorted by group, e groups, k input width, n output width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul import mosaic_gpu_rows as rows_kernel
+from pallas_kernels.grouped_matmul import mosaic_gpu_weights as weights_kernel
+
+_HOPPER = ('H100', 'H200', 'H800', 'H20')
+_FEW_ROWS = 64  # mean of a group up to which reading matrices is all the work
+
+
+def refusal(lhs_gk, rhs_ekn, *, device_kind: str | None = None) -> str | None:
+  """Why these kernels cannot run the arguments, or None.
+
+  Args:
+    lhs_gk, rhs_ekn: arrays or their shapes and dtypes.
+    device_kind: as in `jax.Device.device_kind`; the default device if None.
+  """
+  if device_kind is None:
+    device = jax.devices()[0]
+    on_gpu = device.platform == 'gpu'
+    device_kind = device.device_kind if on_gpu else device.platform
+  if not any(name in device_kind for name in _HOPPER):
+    return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
+  if lhs_gk.dtype != jnp.bfloat16:
+    return f'the Hopper kernels take rows in bfloat16, not {lhs_gk.dtype}'
+  if lhs_gk.shape[0] % 8 or not lhs_gk.shape[0]:
+    return (
+      f'the Hopper kernels take rows in multiples of 8, not {lhs_gk.shape[0]}'
+    )
+  if any(width % 16 or not width for width in rhs_ekn.shape[1:]):
+    return (
+      f'the Hopper kernels take widths in multiples of 16 (best 64), not '
+      f'{rhs_ekn.shape[1]} and {rhs_ekn.shape[2]}'
+    )
+  return None
+
+
+@jax.custom_vjp
+def grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e):
+  """See `api.grouped_matmul`."""
+  plan = rows_plan(lhs_gk.shape[0], rhs_ekn.shape, transposed=False)
+  rhs_ekn = rhs_ekn.astype(lhs_gk.dtype)
+  return rows_kernel.multiply(lhs_gk, rhs_ekn, group_sizes_e, plan)
+
+
+def _forward(lhs_gk, rhs_ekn, group_sizes_e):
+  out_gn = grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e)
+  return out_gn, (lhs_gk, rhs_ekn, group_sizes_e)
+
+
+def _backward(saved, dout_gn):
+  lhs_gk, rhs_ekn, group_sizes_e = saved
+  plan = rows_plan(lhs_gk.shape[0], rhs_ekn.shape, transposed=True)
+  rhs = rhs_ekn.astype(lhs_gk.dtype)
+  dlhs_gk = rows_kernel.multiply(dout_gn, rhs, group_sizes_e, plan)
+  plan = weights_plan(rhs_ekn.shape)
+  drhs_ekn = weights_kernel.multiply(
+    lhs_gk, dout_gn, group_sizes_e, plan, rhs_ekn.dtype
+  )
+  return dlhs_gk, drhs_ekn, None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def rows_plan(rows: int, shape, *, transposed: bool) -> rows_kernel.Plan:
+  """Tiles for G rows and matrices of `shape` [E, K, N]."""
+  groups, k, n = shape
+  few = rows <= _FEW_ROWS * groups
+  width = k if transposed else n
+  return rows_kernel.Plan(
+    rows=64 if few else 128,
+    columns=_columns(width, (256, 128) if few else (256, 192, 128)),
+    stages=5 if few else 4,
+    by_rows=not few,
+    swizzle=_swizzle(k, n),
+    transposed=transposed,
+  )
+
+
+def weights_plan(shape) -> weights_kernel.Plan:
+  """Tiles for matrices of `shape` [E, K, N]."""
+  _, k, n = shape
+  columns = _columns(n, (256, 192, 128))
+  return weights_kernel.Plan(128, columns, 4, swizzle=_swizzle(k, n))
+
+
+def _columns(width: int, choices: tuple[int, ...]) -> int:
+  """The tile that covers the width with the fewest, then widest, columns."""
+  return min(choices, key=lambda tile: (-(-width // tile) * tile, -tile))
+
+
+def _swizzle(*widths: int) -> int:
+  """Bytes of a swizzle of which every width is a multiple."""
+  fits = [s for s in (128, 64, 32) if all(2 * w % s == 0 for w in widths)]
+  return fits[0]
