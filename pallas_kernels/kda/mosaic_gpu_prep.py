@@ -301,14 +301,28 @@ def _scale_rows(options: Options, chunk, decay, outputs) -> Factors:
   """
   place, tiles = chunk
   factors = _block_factors(place, tiles, decay[15], options.offset)
-  minus_key, query, update, gamma = outputs
-  enters = _masks(place, tiles, ENTERS)
+  *rows, gamma = outputs
   _write_gamma(place, tiles, factors.whole, gamma)
-  norms = _norms_of(place, tiles, options)
-  query_row, key_row = [
-    _rows_of(place, tile, norm, _masks(place, tiles, VALID))
-    for tile, norm in zip((tiles.query, tiles.key), norms)
-  ]
+
+  def scale(slow: bool):
+    loaded = [
+      _rows_of(place, tile, norm, _masks(place, tiles, VALID))
+      for tile, norm in zip(
+        (tiles.query, tiles.key), _norms_of(place, tiles, options)
+      )
+    ]
+    _scale_tokens(chunk, decay, factors, (loaded, rows, slow))
+
+  # Two copies, since a branch for every token would cost more than it spares.
+  warp.either(factors.slow, lambda: scale(True), lambda: scale(False))
+  return factors
+
+
+def _scale_tokens(chunk, decay, factors: Factors, io):
+  """The tokens of `_scale_rows`, one by one."""
+  (place, tiles), ((query_row, key_row), rows, slow) = chunk, io
+  minus_key, query, update = rows
+  enters = _masks(place, tiles, ENTERS)
   to_minus = [warp.xor(w, _BOTH_SIGNS) for w in factors.entering]
   for j in range(16):
     power = [x + s for x, s in zip(decay[j], factors.shift)]
@@ -316,29 +330,23 @@ def _scale_rows(options: Options, chunk, decay, outputs) -> Factors:
     keys, queries = key_row(j), query_row(j)
     scaled_keys = warp.packed(_products(keys, growth))
     inverse = [k * warp.exp2(-x) for k, x in zip(keys, power)]
+    rounded = warp.packed(inverse)
     scaled_queries = warp.packed(_products(queries, growth))
     warp.store(*place.token(tiles.key, j), scaled_keys)
-    _store_inverse(place.token(tiles.gate, j), inverse, (update, j), factors)
+    warp.store(*place.token(tiles.gate, j), rounded)
     warp.store(*place.token(tiles.query, j), scaled_queries)
+    if slow:
+      update.write(j, _remainders(inverse, rounded))
     mask = enters(j)
     words = warp.pair_products(scaled_keys, to_minus)
     minus_key.write(j, _kept(words, mask))
     words = warp.pair_products(scaled_queries, factors.entering)
     query.write(j, _kept(words, mask))
-  return factors
 
 
-def _store_inverse(address, values, remainder, factors: Factors):
-  """Stores rounded values; in a slow chunk also what rounding takes."""
-  words = warp.packed(values)
-  warp.store(*address, words)
-  rows, j = remainder
-
-  def store_remainder():
-    whole = [x for w in words for x in warp.unpack(w)]
-    rows.write(j, warp.packed(_differences(values, whole)))
-
-  warp.only_if(factors.slow, store_remainder)
+def _remainders(values, rounded) -> list[warp.Word]:
+  whole = [x for w in rounded for x in warp.unpack(w)]
+  return warp.packed(_differences(values, whole))
 
 
 def _norms_of(place: Place, tiles: Tiles, options: Options):
@@ -610,15 +618,20 @@ def _apply_inverse(own: Owned, slow: bool):
   return *update, scores
 
 
-def _store_tiles(place, outer, own: Owned, results):
-  """Stages W, where k^ was, and Q, where P was, and starts their copies."""
-  b, head, _, n = place
-  tokens = pl.ds(n * CHUNK, CHUNK)
-  *update, scores = results
+def _stage_products(own: Owned, slow: bool):
+  """W, where k^ was, and Q, where P was."""
+  *update, scores = _apply_inverse(own, slow)
+  plgpu.commit_smem()  # every warp's products have read their operands
   for half in range(2):
     own.gate(half)[...] = update[half].astype(jnp.bfloat16)
   own.tiles.at[_SCORES][...] = scores.astype(jnp.bfloat16)
   plgpu.commit_smem()
+
+
+def _store_tiles(place, outer, own: Owned):
+  """Starts the copies of W and Q."""
+  b, head, _, n = place
+  tokens = pl.ds(n * CHUNK, CHUNK)
   for half in range(2):
     dest = outer['update'].at[b, head, tokens, pl.ds(64 * half, 64)]
     plgpu.copy_smem_to_gmem(own.gate(half), dest)
@@ -660,14 +673,12 @@ def _one_chunk(options: Options, place, following, refs):
   else:
     operands(options)
   plgpu.commit_smem()
-  results = lax.cond(
-    own.vectors[_SLOW] != 0,
-    lambda: _apply_inverse(own, True),
-    lambda: _apply_inverse(own, False),
-  )
-  plgpu.commit_smem()  # every warp's products have read their operands
+  # Two copies, since accumulators that cross a branch serialise the products.
+  slow = own.vectors[_SLOW] != 0
+  pl.when(slow)(lambda: _stage_products(own, True))
+  pl.when(~slow)(lambda: _stage_products(own, False))
   following[1]()
-  _store_tiles(place, outer, own, results)
+  _store_tiles(place, outer, own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -390,6 +390,17 @@ def only_if(condition: ir.Value, body: Callable[[], None]):
     scf.yield_([])
 
 
+def either(
+  condition: ir.Value, yes: Callable[[], None], no: Callable[[], None]
+):
+  """Runs one of two, as the condition, equal in the whole warp, says."""
+  op = scf.IfOp(condition, has_else=True)
+  for block, body in ((op.then_block, yes), (op.else_block, no)):
+    with ir.InsertionPoint(block):
+      body()
+      scf.yield_([])
+
+
 def reals_if(
   condition: ir.Value, count: int, body: Callable[[], Sequence[Real]]
 ) -> list[Real]:

@@ -163,6 +163,10 @@ class Machine:
     body()
     self.on = before
 
+  def either(self, condition, yes, no):
+    self.only_if(condition, yes)
+    self.only_if(~condition, no)
+
   def reals_if(self, condition, count, body):
     before, self.on = self.on, self.on & condition
     results = body()
@@ -248,6 +252,7 @@ def substitutes(machine: Machine) -> dict:
     transpose_tile=lambda x: tile_words(matrix(x).swapaxes(1, 2)),
     multiply=multiply,
     only_if=machine.only_if,
+    either=machine.either,
     reals_if=machine.reals_if,
   )
 
