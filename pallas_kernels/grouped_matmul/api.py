@@ -8,7 +8,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
+from pallas_kernels.grouped_matmul import (
+  libraries,
+  mosaic_gpu,
+  reference,
+  xla,
+)
 
 
 def grouped_matmul(
@@ -33,7 +38,11 @@ def grouped_matmul(
       weight at a time, while its gradient stays float32 until the end.
     group_sizes_e: [E] integers, not negative, with a sum of at most G.
     block: rows in one step of 'xla'; None chooses by the mean group.
-    implementation: 'xla', 'reference', or None for the best on this device.
+    implementation: None for the best on this device: 'mosaic_gpu' on Hopper,
+      'ragged_dot' (`jax.lax.ragged_dot`) on TPUs, 'xla' elsewhere. Or one of
+      these; 'pallas_ops' or 'tokamax', kernels of those libraries for GPUs,
+      which round the gradient of the weights to the dtype of the rows; or
+      'reference', the tests' oracle.
 
   Returns:
     [G, N] in the dtype of `lhs_gk`, accumulated in float32.
@@ -41,6 +50,7 @@ def grouped_matmul(
   Raises:
     ValueError: shapes do not fit together, or a block is not positive.
     TypeError: the sizes are not integers.
+    NotImplementedError: a named implementation cannot run these arguments here.
   """
   _check(lhs_gk, rhs_ekn, group_sizes_e, block)
   name = dispatch.choose(
@@ -48,6 +58,8 @@ def grouped_matmul(
   )
   if name == 'mosaic_gpu':
     return mosaic_gpu.grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e)
+  if name in libraries.NAMES:
+    return libraries.grouped_matmul(name, lhs_gk, rhs_ekn, group_sizes_e)
   if name == 'reference':
     return reference.grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e)
   block = block or xla.default_block(lhs_gk.shape[0], rhs_ekn.shape[0])
@@ -55,11 +67,16 @@ def grouped_matmul(
 
 
 def _candidates(lhs_gk, rhs_ekn, block) -> list[dispatch.Candidate]:
-  refusal = mosaic_gpu.refusal(lhs_gk, rhs_ekn)
+  reasons = {
+    name: libraries.refusal(name, lhs_gk, rhs_ekn) for name in libraries.NAMES
+  }
+  reasons['mosaic_gpu'] = mosaic_gpu.refusal(lhs_gk, rhs_ekn)
   if block is not None:
-    refusal = f"block={block} is a setting of 'xla'"
-  # The reference is an oracle that wastes memory: last, only on request.
-  return [('xla', None), ('mosaic_gpu', refusal), ('reference', None)]
+    reason = f"block={block} is a setting of 'xla'"
+    reasons = dict.fromkeys(reasons, reason)
+  best = [(name, reasons.pop(name)) for name in ('mosaic_gpu', 'ragged_dot')]
+  # The rest on request only: slower, or an oracle that wastes memory.
+  return [*best, ('xla', None), *reasons.items(), ('reference', None)]
 
 
 def _check(lhs_gk, rhs_ekn, group_sizes_e, block):
