@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch
-from pallas_kernels.kda import api, mosaic_tpu_decode
+from pallas_kernels.kda import api, mosaic_gpu, mosaic_tpu_decode
 from pallas_kernels.kda import inputs as kda_inputs
 
 
@@ -52,7 +52,8 @@ def decode_step(
     slots: [B] int32, where in the pool each row's state is; different numbers
       below N. A negative number is padding: the row yields zeros and no state
       is touched for it. Takes the place of `active`.
-    implementation: 'mosaic_tpu', 'xla' or None for the best on this device.
+    implementation: 'mosaic_gpu', 'mosaic_tpu', 'xla' or None for the best on
+      this device.
 
   Returns:
     Output [B, HV, V] in the dtype of v, and the new state or pool.
@@ -65,9 +66,9 @@ def decode_step(
   api.check_arrays(raw, state if slots is None else None, activate_gate)
   api.check_bound(lower_bound)
   _check_rows(active, slots, (q.shape[0], state.shape, v.shape, k.shape))
-  reason = mosaic_tpu_decode.refusal(state)
+  token = raw._replace(q=q, k=k, v=v, gate=gate, beta=beta)
   name = dispatch.choose(
-    'kda.decode_step', implementation, [('mosaic_tpu', reason), ('xla', None)]
+    'kda.decode_step', implementation, _candidates(token, state, lower_bound)
   )
   settings = kda_inputs.Settings(
     lower_bound,
@@ -76,6 +77,8 @@ def decode_step(
     activate_gate,
     activate_beta,
   )
+  if name == 'mosaic_gpu':
+    return _hopper_step(token, state, (active, slots), settings)
   if name == 'xla':
     if slots is None:
       return _step(raw, state, active, settings)
@@ -83,8 +86,32 @@ def decode_step(
   if slots is None:
     slots = jnp.arange(q.shape[0], dtype=jnp.int32)
     slots = slots if active is None else jnp.where(active, slots, -1)
-  token = raw._replace(q=q, k=k, v=v, gate=gate, beta=beta)
   return mosaic_tpu_decode.step(token, state, slots, settings)
+
+
+def _candidates(token: kda_inputs.Raw, state, lower_bound):
+  """Implementations in order, each with why it cannot run, or None."""
+  hopper = mosaic_gpu.decode_refusal(
+    token.q, token.k, token.v, token.gate, state, lower_bound=lower_bound
+  )
+  tpu = mosaic_tpu_decode.refusal(state)
+  return [('mosaic_gpu', hopper), ('mosaic_tpu', tpu), ('xla', None)]
+
+
+def _hopper_step(token: kda_inputs.Raw, state, rows, settings):
+  active, slots = rows
+  return mosaic_gpu.decode_mosaic_gpu(
+    *(token.q, token.k, token.v, token.gate, token.beta, state),
+    a_log=token.a_log,
+    dt_bias=token.dt_bias,
+    lower_bound=settings.lower_bound,
+    scale=settings.scale,
+    active=active,
+    slots=slots,
+    normalize_qk=settings.normalize_qk,
+    activate_gate=settings.activate_gate,
+    activate_beta=settings.activate_beta,
+  )
 
 
 def _check_rows(active, slots, shapes):

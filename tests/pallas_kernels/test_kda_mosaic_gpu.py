@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import testing
-from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import (
+  decode_step,
   kda,
   mosaic_gpu,
   mosaic_gpu_flags,
   mosaic_gpu_place,
   reference,
 )
+from pallas_kernels.kda import inputs as kda_inputs
 
 HOPPER = 'NVIDIA H200'
 
@@ -86,7 +87,7 @@ def test_decode_refuses_what_it_does_not_cover():
 
   def reason(kind=HOPPER, bound=-5.0, q=q, state=state):
     return mosaic_gpu.decode_refusal(
-      q, q, state, lower_bound=bound, device_kind=kind
+      *(q, q, q, q, state), lower_bound=bound, device_kind=kind
     )
 
   assert reason() is None
@@ -95,6 +96,8 @@ def test_decode_refuses_what_it_does_not_cover():
   assert 'K=96' in reason(q=jax.ShapeDtypeStruct((3, 2, 96), jnp.bfloat16))
   half = jax.ShapeDtypeStruct(state.shape, jnp.bfloat16)
   assert 'bfloat16' in reason(state=half)
+  double = jax.ShapeDtypeStruct(q.shape, jnp.float64)
+  assert 'q is float64' in reason(q=double)
 
 
 def test_raises_on_another_device():
@@ -138,7 +141,7 @@ def test_is_chosen_and_has_a_gradient(on_hopper):
     return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
 
   text = lower(jax.grad(loss), args, ids)
-  assert text.count('@mosaic_gpu') == 3  # the forward; the gradient is plain
+  assert text.count('@mosaic_gpu') == 8  # 3 forward, then 5 for the gradient
   gradients = jax.eval_shape(jax.grad(loss), args, ids)
   assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(
     lambda x: (x.shape, x.dtype), args
@@ -172,6 +175,17 @@ def test_decode_lowers_in_place(on_hopper):
   assert 'output_operand_alias' in text
 
 
+def test_decode_step_chooses_the_kernel(on_hopper):
+  """Rows by their own number, by `active`, and by `slots` in a larger pool."""
+  args = jax.eval_shape(lambda: decode_arguments(2, 4, 2, 128, 128))
+  pool = jax.ShapeDtypeStruct((5, 4, 128, 128), jnp.float32)
+  active = jax.ShapeDtypeStruct((2,), jnp.bool_)
+  slots = jax.ShapeDtypeStruct((2,), jnp.int32)
+  for more in ({}, {'active': active}, {'slots': slots, 'state': pool}):
+    text = lower(lambda a: decode_step(**a), args | more)
+    assert text.count('@mosaic_gpu') == 1
+
+
 @pytest.mark.gpu
 def test_flags_describe_documents():
   """Bits against the definition, token by token, across 128 chunks too."""
@@ -192,8 +206,10 @@ def test_flags_describe_documents():
     + ((index == last[..., None]) << mosaic_gpu_place.LEAVES)
     + ((index - entered[..., None]) << mosaic_gpu_place.SEGMENT)
   )
+  want_plain = (want == 7).all(-1)
+  want += want_plain[..., None] << mosaic_gpu_place.PLAIN
   np.testing.assert_array_equal(flags.reshape(want.shape), want)
-  np.testing.assert_array_equal(plain, (want == 7).all(-1))
+  np.testing.assert_array_equal(plain, want_plain)
 
 
 def test_pieces_fill_the_chip():
@@ -206,15 +222,15 @@ def test_pieces_fill_the_chip():
 run = jax.jit(mosaic_gpu.kda_mosaic_gpu, static_argnames=('save', 'pieces'))
 
 
-def expected(args, segment_ids=None):
+def expected(args, segment_ids=None, **options):
   """The float64 recurrence on the same inputs."""
   with jax.enable_x64(True):
     args = {n: jnp.asarray(x, jnp.float64) for n, x in args.items()}
     state = args.pop('initial_state')
-    raw = kda_inputs.Raw(**args)
+    raw = kda_inputs.Raw(**{'a_log': None, 'dt_bias': None} | args)
     settings = kda_inputs.Settings(
       -5.0, raw.q.shape[-1] ** -0.5, True, True, True
-    )
+    )._replace(**options)
     evaluate = jax.jit(reference.recurrence, static_argnums=3)
     result = evaluate(raw, state, segment_ids, settings)
     return jax.tree.map(np.asarray, result)
@@ -235,6 +251,73 @@ def test_numbers(case):
   check(arguments((2, 512, 4, 128, 128), case))
 
 
+def arguments_without(option, shape):
+  """Arguments that need one activation less."""
+  args = arguments(shape)
+  wide = lambda name: args[name].astype(jnp.float32)
+  if option == 'normalize_qk':
+    args |= {n: (wide(n) / 12).astype(jnp.bfloat16) for n in ('q', 'k')}
+  if option == 'activate_beta':
+    args['beta'] = jax.nn.sigmoid(wide('beta'))
+  if option == 'activate_gate':
+    del args['a_log'], args['dt_bias']
+    decay = -5 * jax.nn.sigmoid(wide('gate'))
+    args['gate'] = decay.astype(jnp.bfloat16)
+  return args
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  'option', ['normalize_qk', 'activate_beta', 'activate_gate']
+)
+def test_options_through_the_public_function(option):
+  args = arguments_without(option, (2, 300, 4, 128, 128))
+  function = functools.partial(kda, **{option: False})
+  implicit = jax.jit(function)(**args)
+  chosen = functools.partial(function, implementation='mosaic_gpu')
+  for got, want in zip(jax.jit(chosen)(**args), implicit):
+    np.testing.assert_array_equal(got, want)
+  want_out, want_state = expected(args, **{option: False})
+  testing.assert_close(implicit[0], want_out, 'kda', 'out', 'bfloat16')
+  testing.assert_close(
+    implicit[1], want_state, 'kda', 'final_state', 'bfloat16'
+  )
+
+
+@pytest.mark.gpu
+def test_other_dtypes_take_another_implementation():
+  args = arguments((1, 64, 2, 128, 128))
+  args |= {n: args[n].astype(jnp.float32) for n in ('q', 'k', 'v', 'gate')}
+  with pytest.raises(NotImplementedError, match='q is float32'):
+    kda(**args, implementation='mosaic_gpu')
+  out, state = jax.jit(kda)(**args)
+  want_out, want_state = expected(args)
+  testing.assert_close(out, want_out, 'kda', 'out', 'bfloat16')
+  testing.assert_close(state, want_state, 'kda', 'final_state', 'bfloat16')
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+  """Copies of a few heads, past what 32-bit offsets reach, all come out."""
+  few = arguments((1, 8256, 8, 128, 128))
+  want = run(**few)
+  copies = 256
+  many = {
+    n: jnp.tile(x, [copies if size == 8 else 1 for size in x.shape])
+    for n, x in few.items()
+  }
+  assert many['q'].size > 2**31
+  got = run(**many)
+
+  @jax.jit
+  def different(got, want):
+    axis = want.shape.index(8)
+    shape = (*want.shape[:axis], copies, *want.shape[axis:])
+    return jnp.sum(got.reshape(shape) != jnp.expand_dims(want, axis))
+
+  assert [int(different(g, w)) for g, w in zip(got, want)] == [0, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize('length', [1, 15, 16, 17, 63, 64, 65, 1000])
 def test_any_length(length):
@@ -251,9 +334,10 @@ def test_widths_and_grouped_heads(width, value_width, key_heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('case', ['mixed', 'zero'])
-def test_pieces_of_a_chain(case):
-  check(arguments((1, 2048, 2, 128, 128), case), pieces=4)
+@pytest.mark.parametrize('case', ['mixed', 'zero', 'corner'])
+@pytest.mark.parametrize('pieces', [1, 4])
+def test_pieces_of_a_chain(case, pieces):
+  check(arguments((1, 2048, 2, 128, 128), case), pieces=pieces)
 
 
 def packed_ids(length):
@@ -348,6 +432,26 @@ def test_decode(sizes):
   assert testing.relative_rms(out[active], want_out[active, 0]) < 2e-3
   assert testing.relative_rms(state[active], want_state[active]) < 1e-6
   np.testing.assert_array_equal(state[1], args['state'][1])
+  assert not np.asarray(out[1]).any()
+
+
+@pytest.mark.gpu
+def test_decode_step_on_a_pool():
+  """Rows find their states by number; padding and unused states stay."""
+  args = decode_arguments(4, 6, 3, 128, 128)
+  pool = jax.random.normal(jax.random.key(9), (9, 6, 128, 128))
+  slots = jnp.asarray([7, -1, 0, 3], jnp.int32)
+  poisoned = {
+    n: args[n].at[1].set(jnp.nan) for n in ('q', 'k', 'v', 'gate', 'beta')
+  }
+  step = jax.jit(decode_step, static_argnames='implementation')
+  args |= {'state': pool, 'slots': slots}
+  out, new = step(**args | poisoned, implementation='mosaic_gpu')
+  want_out, want_new = step(**args, implementation='xla')
+  assert testing.relative_rms(out, want_out) < 4e-3  # two bfloat16 roundings
+  assert testing.relative_rms(new, want_new) < 1e-6
+  untouched = np.asarray([1, 2, 4, 5, 6, 8])
+  np.testing.assert_array_equal(new[untouched], pool[untouched])
   assert not np.asarray(out[1]).any()
 
 
