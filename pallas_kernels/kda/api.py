@@ -77,7 +77,8 @@ def kda(
     chunk_size: tokens in a chunk, a multiple of 16.
     save: what is kept for the gradient. 'inputs' nothing more, 'state' also
       the state before every group of chunks, on Hopper before every chunk,
-      'state_and_t' also each chunk's inverse [C, C].
+      'state_and_t' also each chunk's inverse [C, C], on Hopper with all that
+      was made from it.
     implementation: 'mosaic_gpu', 'mosaic_tpu', 'xla', 'reference', or None for
       the best on this device.
 

@@ -22,6 +22,7 @@ from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import mosaic_gpu_decode as decode_kernel
 from pallas_kernels.kda import mosaic_gpu_flags as packing
 from pallas_kernels.kda import mosaic_gpu_gradient as gradient_kernel
+from pallas_kernels.kda import mosaic_gpu_pieces as chain_pieces
 from pallas_kernels.kda import mosaic_gpu_prep as prep
 from pallas_kernels.kda import mosaic_gpu_reverse as reverse_scan
 from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
@@ -33,6 +34,14 @@ from pallas_kernels.kda.mosaic_gpu_place import (
 _SHORTEST_PIECE = 16  # chunks; below it the maps cost more than they save
 _WIDTHS = (64, 128)
 _LEAST_BETA = 1e-12  # in gradients
+_KEPT_OPERANDS = (
+  'minus_key',
+  'query',
+  'update',
+  'scores',
+  'gamma',
+  'saved_inverse',
+)
 
 
 def _device_kind() -> str:
@@ -136,7 +145,7 @@ def kda_mosaic_gpu(
     return out, final_state
   saved = {'state': results['saved'][..., : q.shape[3]]}
   shape = (*saved['state'].shape[:3], CHUNK, CHUNK)
-  saved['inverse'] = results['inverse'].reshape(shape)
+  saved['inverse'] = results['operands']['saved_inverse'].reshape(shape)
   return out, final_state, saved
 
 
@@ -166,10 +175,9 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array]:
   """Output and final state, differentiable; see `kda.api.kda`.
 
-  The gradient makes the operands of all chunks again. settings.save says
-  whether the states that enter the chunks are kept for it, 512 bytes a token
-  and value head, or made again by one more scan; and whether T is kept too,
-  which spares only its writing.
+  The gradient needs the operands of the scans, T, and the states that enter
+  the chunks. By settings.save it makes all of them again; or the states, 512
+  bytes a token and value head, are kept; or everything, 1.5 KB.
   """
   return _chunked(settings, raw, initial_state, segment_ids)
 
@@ -189,34 +197,36 @@ def _results(raw: kda_inputs.Raw, results: dict):
 
 
 def _chunked_forward(settings, raw, initial_state, segment_ids):
-  keep = settings.save != 'inputs'
-  inverse = settings.save == 'state_and_t'
-  arrays, options = _inputs(raw, segment_ids, settings, inverse)
-  results = _run(arrays, options, (initial_state, None), save_state=keep)
-  kept = {n: results[n] for n in ('saved', 'inverse') if n in results}
+  keep_state = settings.save != 'inputs'
+  keep_all = settings.save == 'state_and_t'
+  raw = _with_beta(raw, settings)
+  arrays, options = _inputs(raw, segment_ids, settings, keep_all)
+  chains = initial_state, None
+  results = _run(arrays, options, chains, save_state=keep_state)
+  kept = {'saved': results['saved']} if keep_state else {}
+  if keep_all:
+    kept |= {n: results['operands'][n] for n in _KEPT_OPERANDS}
   return _results(raw, results), (raw, initial_state, segment_ids, kept)
 
 
 def _chunked_backward(settings, residuals, cotangents):
   raw, initial_state, segment_ids, kept = residuals
-  raw = _with_beta(raw, settings)
   d_out, d_final = cotangents
-  make = 'inverse' not in kept
-  arrays, options = _inputs(raw, segment_ids, settings, make)
+  arrays, options = _inputs(raw, segment_ids, settings, True)
   work = _work(arrays)
   pieces = _pieces(work.batch * work.heads, work.chunks)
-  operands = _operands(arrays, work, options)
+  operands = arrays | kept
+  if 'update' not in kept:
+    operands |= _operands(arrays, work, options)
   if 'saved' not in kept:
     initial = _transposed(initial_state)
     last = dict(masked=options.masked, output=False, save_state=True)
-    kept |= {'saved': _scan(operands, initial, pieces, **last)['saved']}
-  inverse = operands['saved_inverse'] if make else kept['inverse']
+    operands['saved'] = _scan(operands, initial, pieces, **last)['saved']
   operands['leaving'] = _transposed(d_final)
   # Bulk copies need whole groups of 8 tokens.
   operands['d_out'] = _extend(d_out, 1, CHUNK) if d_out.shape[1] % 8 else d_out
   scanned = reverse_scan.in_pieces(operands, pieces, options.masked)
-  results = dict(state=kept['saved'], inverse=inverse, d_out=operands['d_out'])
-  chunk_arrays = _chunk_arrays(arrays | scanned | results)
+  chunk_arrays = _chunk_arrays(operands | scanned)
   chunks = gradient_kernel.gradient(chunk_arrays, work, options)
   d_raw = _raw_gradients(raw, scanned['d_values'], chunks, settings)
   if initial_state is None:
@@ -228,9 +238,10 @@ def _chunked_backward(settings, residuals, cotangents):
 
 def _chunk_arrays(arrays: dict) -> dict:
   """What `mosaic_gpu_gradient.gradient` takes, values widened to 128."""
-  names = ('values', 'd_out', 'd_values', 'state', 'd_state')
+  names = ('values', 'd_out', 'd_values', 'saved', 'd_state')
   wide = {name: _widen(arrays[name], 3) for name in names}
-  return arrays | wide | {'dstate': wide['d_state']}
+  states = dict(state=wide['saved'], dstate=wide['d_state'])
+  return arrays | wide | states | {'inverse': arrays['saved_inverse']}
 
 
 def _raw_gradients(raw, d_values, chunks: dict, settings) -> kda_inputs.Raw:
@@ -322,9 +333,7 @@ def _run(arrays: dict, options, chains, *, save_state=False) -> dict:
   operands = _operands(arrays, work, options)
   last = dict(masked=options.masked, save_state=save_state)
   results = _scan(operands, _transposed(initial), pieces, **last)
-  if options.save_inverse:
-    results['inverse'] = operands['saved_inverse']
-  return results
+  return results | {'operands': operands}
 
 
 def _work(arrays: dict) -> prep.Work:
@@ -365,7 +374,9 @@ def _gate_affine(parameters, heads: int) -> jax.Array:
 
 def _pieces(chains: int, chunks: int) -> int:
   """Ranges per chain that fill the chip without becoming short."""
-  return max(1, min(prep.PROCESSORS // chains, chunks // _SHORTEST_PIECE))
+  pieces = max(1, min(prep.PROCESSORS // chains, chunks // _SHORTEST_PIECE))
+  longest = math.ceil(chunks / pieces)
+  return math.ceil(chunks / longest)  # none of them empty
 
 
 def _scan(arrays: dict, initial, pieces: int, *, masked: bool, **last) -> dict:
@@ -373,46 +384,14 @@ def _scan(arrays: dict, initial, pieces: int, *, masked: bool, **last) -> dict:
 
   `last` has further fields of the plan of the scan that follows the maps.
   """
-  plan = lambda **more: scan_kernel.Plan(pieces=pieces, masked=masked, **more)
   if pieces > 1:
-    initial = _piece_states(arrays, initial, plan)
+    initial = chain_pieces.entering(arrays, initial, pieces, masked)
   if initial is not None:
     arrays = {**arrays, 'initial': initial}
-  return scan_kernel.scan(arrays, plan(initial=initial is not None, **last))
-
-
-def _piece_states(arrays: dict, initial, plan) -> jax.Array:
-  """State [B, HV, P, V, K] that enters each piece.
-
-  A piece maps its entering state S to M S + b. A scan from zero gives b; a scan
-  of the identity without values gives M; both transposed.
-  """
-  pieces = plan().pieces
-  zero = plan(initial=False, output=False, some=(0, pieces - 1))
-  constant_bhpvk = scan_kernel.scan(arrays, zero)['final']
-  state_bhvk = jnp.zeros_like(constant_bhpvk[:, :, 0])
-  first = 1
-  if initial is not None:
-    state_bhvk, first = initial[:, :, 0], 0
-  # From zero the first piece needs no map.
-  shape = (*state_bhvk.shape[:2], pieces - 1 - first, WIDTH, WIDTH)
-  identity = jnp.broadcast_to(jnp.eye(WIDTH, dtype=jnp.float32), shape)
-  states = [state_bhvk]
-  if first:
-    states.append(constant_bhpvk[:, :, 0])
-  if pieces - 1 > first:
-    linear = plan(values=False, output=False, some=(first, pieces - 1))
-    arrays = arrays | {'initial': identity}
-    maps_bhpkl = scan_kernel.scan(arrays, linear)['final']
-  for p in range(first, pieces - 1):
-    moved_bhvl = jnp.einsum(
-      'bhvk,bhkl->bhvl',
-      states[-1],
-      maps_bhpkl[:, :, p - first],
-      precision='highest',
-    )
-    states.append(moved_bhvl + constant_bhpvk[:, :, p])
-  return jnp.stack(states, axis=2)
+  plan = scan_kernel.Plan(
+    pieces=pieces, masked=masked, initial=initial is not None, **last
+  )
+  return scan_kernel.scan(arrays, plan)
 
 
 def decode_mosaic_gpu(
