@@ -50,3 +50,17 @@ SPECS = (
 def tagged(tag: str) -> tuple[ArgSpec, ...]:
   """The specs that carry `tag`."""
   return tuple(spec for spec in SPECS if tag in spec.tags)
+
+
+def named(name: str) -> ArgSpec:
+  """The spec of that name.
+
+  Raises:
+    ValueError: there is none.
+  """
+  for spec in SPECS:
+    if spec.name == name:
+      return spec
+  raise ValueError(
+    f'{name!r} is no spec; choose from {[s.name for s in SPECS]}.'
+  )

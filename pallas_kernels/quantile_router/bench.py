@@ -1,9 +1,10 @@
-"""Time of routing with statistics, against its floor and a sorting peer.
+"""Time of routing with statistics, against its floor and its peers.
 
 The floor is the traffic that cannot be avoided (logits in; indices, weights,
 cutoff and counts out) over the bandwidth of a large copy, measured in the same
-process. The peer gets the same bias naively: it keeps every required bias and
-sorts each expert's column over the tokens.
+process. Peers: the plain path; its selection alone, `lax.top_k` of the logits;
+and what balances exactly, which keeps every required bias and sorts each
+expert's column over the tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +14,25 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
 from pallas_kernels.quantile_router.api import route
 from pallas_kernels.quantile_router.arg_specs import ArgSpec, tagged
-from pallas_kernels.quantile_router.statistics import (
-  quantile_of_counts,
-  quantile_of_margins,
-)
+from pallas_kernels.quantile_router.statistics import quantile_of_margins
 from pallas_kernels.timing import copy_bandwidth, median_seconds
 
-COLUMNS = ('spec', 'ms', 'floor_ms', 'times_floor', 'peer_ms', 'peer_ratio')
+COLUMNS = (
+  'spec',
+  'ms',
+  'floor_ms',
+  'times_floor',
+  'xla_ms',
+  'top_k_ms',
+  'sort_ms',
+  'xla_ratio',
+)
+# Calls between two waits, so that what is timed is the device and not the call.
+_CALLS = {'cpu': 1}
+_MOST_CALLS = 10
 
 
 def run(
@@ -31,19 +42,23 @@ def run(
   repeats: int = 10,
   bandwidth: float | None = None,
 ) -> list[dict[str, float | str]]:
-  """One row a spec, printed and returned; `peer_ratio` above 1 is faster.
+  """One row a spec, printed and returned; `xla_ratio` above 1 is faster.
 
   Args:
-    specs: None takes those tagged 'bench'.
+    specs: None takes those tagged 'bench', and 'device' where there is one.
     implementation: as for `route`.
     repeats: timed calls, of which the median is reported.
     bandwidth: bytes a second for the floor; None measures it.
   """
   if bandwidth is None:
     bandwidth = copy_bandwidth(repeats)
+  if specs is None:
+    specs = tagged('bench')
+    if dispatch.device_kind() != 'cpu':
+      specs += tagged('device')
   print(' '.join(f'{name:>12}' for name in COLUMNS))
   rows = []
-  for spec in tagged('bench') if specs is None else specs:
+  for spec in specs:
     row = _row(spec, bandwidth, implementation, repeats)
     rows.append(row)
     cells = (row[name] for name in COLUMNS)
@@ -62,33 +77,40 @@ def traffic(spec: ArgSpec) -> int:
   return read + written + spec.experts * spec.num_bins * 4
 
 
+def _seconds(function, *arguments, repeats: int) -> float:
+  calls = _CALLS.get(dispatch.device_kind(), _MOST_CALLS)
+  several = lambda *args: [function(*args) for _ in range(calls)]
+  return median_seconds(several, *arguments, repeats=repeats) / calls
+
+
 def _row(spec, bandwidth, implementation, repeats):
   logits, bias, statistics = spec.arguments()
 
-  @jax.jit
-  def routed(logits, bias, statistics):
-    routing = route(
-      logits,
-      bias,
-      top_k=spec.top_k,
-      statistics=statistics,
-      implementation=implementation,
+  def routed(name):
+    return jax.jit(
+      lambda logits, bias, statistics: route(
+        logits,
+        bias,
+        top_k=spec.top_k,
+        statistics=statistics,
+        implementation=name,
+      )
     )
-    valid = jnp.sum(routing.valid, dtype=jnp.int32)
-    solved = quantile_of_counts(
-      routing.counts, bias, valid, statistics=statistics, top_k=spec.top_k
-    )
-    return routing, solved
 
   @jax.jit
-  def peer(logits, bias):
+  def by_sorting(logits, bias):
     routing = route(logits, bias, top_k=spec.top_k)
     margins_et = (routing.cutoff[:, None] - jax.nn.sigmoid(logits)).T
     valid = jnp.sum(routing.valid, dtype=jnp.int32)
     return routing, quantile_of_margins(margins_et, valid, spec.top_k)
 
-  ours = median_seconds(routed, logits, bias, statistics, repeats=repeats)
-  theirs = median_seconds(peer, logits, bias, repeats=repeats)
+  best = jax.jit(lambda logits: jax.lax.top_k(logits, spec.top_k + 1))
+  given = logits, bias, statistics
+  ours = _seconds(routed(implementation), *given, repeats=repeats)
+  plain = _seconds(routed('xla'), *given, repeats=repeats)
+  top_k = _seconds(best, logits, repeats=repeats)
+  sort = median_seconds(by_sorting, logits, bias, repeats=repeats)
   floor = traffic(spec) / bandwidth
-  values = (ours * 1e3, floor * 1e3, ours / floor, theirs * 1e3, theirs / ours)
+  times = [1e3 * x for x in (ours, floor, plain, top_k, sort)]
+  values = (*times[:2], ours / floor, *times[2:], plain / ours)
   return dict(zip(COLUMNS, (spec.name, *values)))

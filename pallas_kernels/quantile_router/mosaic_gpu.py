@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.quantile_router import mosaic_gpu_count as counting
 from pallas_kernels.quantile_router import mosaic_gpu_select as selection
-from pallas_kernels.quantile_router import statistics as stat
 
 _HOPPER = ('H100', 'H200', 'H800', 'H20')
 _MOST_EXPERTS = 2048
@@ -84,7 +83,6 @@ def _route(options, logits, bias_e, mask_t, statistics):
   found = selection.select(logits, bias_e, mask_t.astype(jnp.int32), plan)
   counts_en = None
   if statistics is not None:
-    table = _table(statistics, bias_e)
     counted = counting.Plan(
       tokens,
       experts,
@@ -93,7 +91,9 @@ def _route(options, logits, bias_e, mask_t, statistics):
       plan.space,
       dtype,
     )
-    counts_en = counting.count(logits, found['bound'], table, counted)
+    counts_en = counting.count(
+      logits, found['bound'], statistics, bias_e, counted
+    )
   results = (
     found['indices'],
     found['chosen'],
@@ -110,15 +110,8 @@ def _vary_like(given, x):
   Kernels lose that mark, which `shard_map` checks.
   """
   varying = lambda y: jax.typeof(y).manual_axis_type.varying
-  missing = tuple(varying(given) - varying(x))
+  missing = tuple(sorted(varying(given) - varying(x)))
   return jax.lax.pcast(x, missing, to='varying') if missing else x
-
-
-def _table(statistics, bias_e) -> jax.Array:
-  lo, hi, bins = statistics.lo, statistics.hi, statistics.num_bins
-  if statistics.estimator == 'log_edges':
-    return stat.log_edges(bias_e, lo, hi, bins)
-  return jnp.stack([lo, bins / (hi - lo)])
 
 
 def _route_forward(options, logits, bias_e, mask_t, statistics):

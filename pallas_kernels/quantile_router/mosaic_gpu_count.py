@@ -10,6 +10,7 @@ global memory would wait for the second-level cache. Slices add up outside.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -20,10 +21,10 @@ from jax.experimental.mosaic.gpu import utils
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 from pallas_kernels.kda.mosaic_gpu_warp import Real, Word
 from pallas_kernels.quantile_router import mosaic_gpu_warp as lane_code
+from pallas_kernels.quantile_router import statistics as stat
 
 PROCESSORS = 132
 SHARED_BYTES = 224 * 1024
-_FLOOR_BIAS = 0x4B000000  # of `floor_bits`
 _THREADS = 128
 
 
@@ -38,7 +39,6 @@ class Plan(NamedTuple):
   dtype: str
   warpgroups: int = 8
   unroll: int = 4
-  guard: str = 'amount'
 
   @property
   def width(self) -> int:
@@ -46,18 +46,17 @@ class Plan(NamedTuple):
     return next(w for w in (4, 2, 1) if self.experts % w == 0)
 
   @property
-  def levels(self) -> int:
-    """Compares of the binary search among all edges."""
-    return (self.num_bins - 1).bit_length()
+  def edges(self) -> int:
+    return self.num_bins - 1 if self.estimator == 'log_edges' else 0
 
   @property
   def pitch(self) -> int:
     """Words between the edges of two experts, odd to spread the banks."""
-    return (1 << self.levels) + 1 if self.estimator == 'log_edges' else 0
+    return self.edges | 1 if self.edges else 0
 
   @property
   def expert_bytes(self) -> int:
-    return 4 * (self.num_bins + self.pitch)
+    return 4 * (self.num_bins + self.pitch + (self.edges > 0))
 
   @property
   def groups(self) -> int:
@@ -93,23 +92,63 @@ class Place(NamedTuple):
   slice: Word
   counts: Word
   edges: Word | None
+  bias: Word | None
 
 
-def count(logits, bound_t, table, plan: Plan) -> jax.Array:
+class Vector(NamedTuple):
+  """Neighbouring experts of one token; `inner` is the first in the group."""
+
+  logits: list[Real]
+  bound: Real
+  inner: Word
+  counts: Word
+
+
+def parameters(statistics, bias_e) -> jax.Array:
+  """What places a margin, float32 [8].
+
+  Uniform bins: the lower end and the bins in a unit. Log edges: both ends, then
+  slope and offset of the number of an edge as a function of the logarithm of
+  its distance from the bias, and how far from a whole number it is certain.
+  """
+  lo, hi, bins = statistics.lo, statistics.hi, statistics.num_bins
+  if statistics.estimator == 'uniform':
+    values = [lo, bins / (hi - lo)]
+  else:
+    last = (bins - 1) // 2 - 1
+    slope = last / -math.log2(stat.INNER)
+    offset = last - slope * jnp.log2(hi - lo)
+    most = jnp.max(jnp.abs(jnp.stack([lo, hi, *bias_e])))
+    finest = stat.INNER * (hi - lo)
+    doubt = 1e-3 + slope / math.log(2) * 2**-22 * most / finest
+    values = [lo, hi, slope, offset, 0.5 - doubt]
+  values = [jnp.asarray(x, jnp.float32) for x in values]
+  return jnp.stack(values + [jnp.float32(0)] * (8 - len(values)))
+
+
+def count(logits, bound_t, statistics, bias_e, plan: Plan) -> jax.Array:
   """Counts int32 [E, num_bins].
 
   Args:
     logits: [T, E] float32 or bfloat16, finite where the token counts.
     bound_t: float32 [T], cutoffs; NaN for tokens that do not count.
-    table: float32 [2], lower end and bins over length of uniform bins; or the
-      edges [E, num_bins - 1].
+    statistics: what to count.
+    bias_e: float32 [E].
     plan: see `Plan`.
   """
+  read = dict(
+    logits=logits, bound=bound_t, parameters=parameters(statistics, bias_e)
+  )
   scratch = [plgpu.SMEM((plan.group, plan.num_bins), jnp.int32)]
-  if plan.estimator == 'log_edges':
+  if plan.edges:
+    read['bias'] = bias_e
+    read['edges'] = stat.log_edges(
+      bias_e, statistics.lo, statistics.hi, statistics.num_bins
+    )
     scratch.append(plgpu.SMEM((plan.group, plan.pitch), jnp.float32))
+    scratch.append(plgpu.SMEM((plan.group,), jnp.float32))
   kernel = plgpu.kernel(
-    lambda *refs: _body(plan, *refs),
+    lambda *refs: _body(plan, (*read, 'out'), *refs),
     out_type=jax.ShapeDtypeStruct(
       (plan.slices, plan.experts, plan.num_bins), jnp.int32
     ),
@@ -125,28 +164,25 @@ def count(logits, bound_t, table, plan: Plan) -> jax.Array:
     ),
     scratch_types=scratch,
   )
-  return jnp.sum(kernel(logits, bound_t, table), axis=0)
+  return jnp.sum(kernel(*read.values()), axis=0)
 
 
-def _body(plan: Plan, *refs):
+def _body(plan: Plan, names, *refs):
   plain = plgpu.RefType()
 
   @plgpu.inline_mgpu(arg_types=(plain,) * len(refs))
-  def emit(ctx, logits, bound, table, out, counts, *edges):
+  def emit(ctx, *refs):
     del ctx
-    names = ('logits', 'bound', 'table', 'out')
-    arrays = (logits, bound, table, out)
-    pointers = {n: warp.global_address(r) for n, r in zip(names, arrays)}
+    pointers = {n: warp.global_address(r) for n, r in zip(names, refs)}
+    shared = [warp.shared_address(r) for r in refs[len(names) :]]
     block = lane_code.block()
-    group = lane_code.remainder(block, plan.groups)
     slice_ = lane_code.quotient(block, plan.groups)
     place = Place(
       utils.thread_idx(),
-      warp.times(group, plan.group),
+      warp.times(lane_code.remainder(block, plan.groups), plan.group),
       warp.times(slice_, plan.rows),
       slice_,
-      warp.shared_address(counts),
-      warp.shared_address(edges[0]) if edges else None,
+      *(shared + [None, None])[:3],
     )
     _emit(plan, pointers, place)
 
@@ -155,24 +191,23 @@ def _body(plan: Plan, *refs):
 
 def _emit(plan: Plan, pointers, place: Place):
   _clear(plan, place)
-  if plan.estimator == 'log_edges':
-    _copy_edges(plan, pointers['table'], place)
+  if plan.edges:
+    _copy_edges(plan, pointers, place)
   lane_code.wait_for_block()
   vectors = plan.rows * (plan.group // plan.width)
   step = _THREADS * plan.warpgroups
-  scale = None
-  if plan.estimator == 'uniform':
-    scale = warp.load_global(pointers['table'], 0, 2)
+  numbers = [
+    x for n in (0, 16) for x in warp.load_global(pointers['parameters'], n, 4)
+  ]
 
   def several(i):
     first = warp.add(warp.times(i, step * plan.unroll), place.thread)
     at = [warp.add(first, step * u) for u in range(plan.unroll)]
     loaded = [_load(plan, pointers, place, n) for n in at]
-    for item in loaded:
-      if plan.guard == 'branch':
-        warp.only_if(item[-1], lambda i=item: _count(plan, place, i, scale))
-      else:
-        _count(plan, place, item, scale)
+    scores = _scores(plan, [x for vector in loaded for x in vector.logits])
+    for i, vector in enumerate(loaded):
+      own = scores[i * plan.width : (i + 1) * plan.width]
+      _count(plan, place, vector._replace(logits=own), numbers)
 
   warp.repeat(-(-vectors // (step * plan.unroll)), several)
   lane_code.wait_for_block()
@@ -198,30 +233,34 @@ def _clear(plan: Plan, place: Place):
   _each(plan, plan.group * plan.num_bins, place.thread, one)
 
 
-def _copy_edges(plan: Plan, table, place: Place):
-  """Edges of the group's experts, infinite beyond the last edge."""
-  edges = plan.num_bins - 1
+def _copy_edges(plan: Plan, pointers, place: Place):
+  """Biases and edges of the group's experts."""
 
-  def one(n, inside):
-    row = lane_code.quotient(n, plan.pitch)
-    column = lane_code.remainder(n, plan.pitch)
-    expert = warp.add(place.first_expert, row)
-    exists = warp.both(
-      warp.compare(column, 'slt', edges),
-      warp.compare(expert, 'slt', plan.experts),
-    )
-    source = warp.add(warp.times(expert, edges), column)
-    source = warp.where(exists, source, warp.word(0))
-    (edge,) = warp.load_global(lane_code.row_address(table, source, 4), 0, 1)
-    edge = warp.where(exists, edge, float('inf'))
-    address = warp.add(place.edges, warp.shift_left(n, 2))
-    warp.store(address, 0, [edge], predicate=inside)
+  def copy(name: str, width: int, target: Word):
+    pitch = width | 1
+    last = plan.experts - 1
 
-  _each(plan, plan.group * plan.pitch, place.thread, one)
+    def one(n, inside):
+      row = lane_code.quotient(n, pitch)
+      column = lane_code.remainder(n, pitch)
+      expert = warp.add(place.first_expert, row)
+      beyond = warp.compare(expert, 'sgt', last)
+      expert = warp.where(beyond, warp.word(last), expert)
+      source = warp.add(warp.times(expert, width), column)
+      within = warp.compare(column, 'slt', width)
+      source = warp.where(within, source, warp.word(0))
+      address = lane_code.row_address(pointers[name], source, 4)
+      values = warp.load_global(address, 0, 1)
+      address = warp.add(target, warp.shift_left(n, 2))
+      warp.store(address, 0, values, predicate=inside)
+
+    _each(plan, plan.group * pitch, place.thread, one)
+
+  copy('bias', 1, place.bias)
+  copy('edges', plan.edges, place.edges)
 
 
-def _load(plan: Plan, pointers, place: Place, n: Word):
-  """(logits, cutoff, expert in the group, whether it counts) of a vector."""
+def _load(plan: Plan, pointers, place: Place, n: Word) -> Vector:
   across = plan.group // plan.width
   row = lane_code.quotient(n, across)
   inner = warp.times(lane_code.remainder(n, across), plan.width)
@@ -244,48 +283,93 @@ def _load(plan: Plan, pointers, place: Place, n: Word):
   address = warp.advance(start, warp.times(expert, plan.item))
   logits = lane_code.load_bytes(address, plan.width, plan.dtype)
   counts = warp.both(exists, lane_code.equal(bound, bound))
-  return logits, bound, inner, counts
+  return Vector(logits, bound, inner, counts)
 
 
-def _count(plan: Plan, place: Place, item, scale):
-  logits, bound, inner, counts = item
-  amount = warp.word(1)
-  if plan.guard == 'amount':
-    amount = warp.where(counts, warp.word(1), warp.word(0))
-  row = warp.times(inner, 4 * plan.num_bins)
-  row = warp.add(place.counts, row)
-  edges = None
-  if plan.estimator == 'log_edges':
-    edges = warp.add(place.edges, warp.times(inner, 4 * plan.pitch))
-  for i, logit in enumerate(logits):
-    score = logit if plan.space == 'logit' else lane_code.sigmoid(logit)
-    margin = bound - score
-    if plan.estimator == 'uniform':
-      bin_bytes = _uniform_bin(plan, margin, scale)
+def _scores(plan: Plan, logits) -> list[Real]:
+  if plan.space == 'logit':
+    return logits
+  magnitude = lane_code.magnitude(logits)
+  return lane_code.choose(
+    lane_code.all_lanes(lane_code.less(magnitude, lane_code.SMALL)),
+    lambda: [lane_code.sigmoid(x, small=True) for x in logits],
+    lambda: [lane_code.sigmoid(x) for x in logits],
+    [Real] * len(logits),
+  )
+
+
+def _count(plan: Plan, place: Place, vector: Vector, numbers):
+  amount = warp.where(vector.counts, warp.word(1), warp.word(0))
+  row = warp.add(place.counts, warp.times(vector.inner, 4 * plan.num_bins))
+  centres = []
+  if plan.edges:
+    edges = warp.add(place.edges, warp.times(vector.inner, 4 * plan.pitch))
+    bias = warp.add(place.bias, warp.shift_left(vector.inner, 2))
+    centres = warp.load_real(bias, 0, plan.width)
+  for i, score in enumerate(vector.logits):
+    margin = vector.bound - score
+    if plan.edges:
+      beside = centres[i], warp.add(edges, i * plan.pitch * 4), vector.counts
+      number = _edges_below(plan, margin, beside, numbers)
     else:
-      bin_bytes = _edges_below(plan, margin, edges, i * plan.pitch * 4)
-    address = warp.add(warp.add(row, bin_bytes), i * 4 * plan.num_bins)
+      number = _uniform_bin(plan, margin, numbers)
+    address = warp.add(row, warp.shift_left(number, 2))
+    address = warp.add(address, i * 4 * plan.num_bins)
     lane_code.add_shared(address, amount)
 
 
-def _uniform_bin(plan: Plan, margin: Real, scale) -> Word:
-  """Four times the bin."""
-  lo, per_bin = scale
-  position = (margin - lo) * per_bin
+def _uniform_bin(plan: Plan, margin: Real, numbers) -> Word:
+  lo, per_unit = numbers[:2]
+  position = (margin - lo) * per_unit
   position = lane_code.maximum(position, Real(0.0))
   position = lane_code.minimum(position, Real(float(plan.num_bins - 1)))
-  bits = warp.add(lane_code.floor_bits(position), -_FLOOR_BIAS)
-  return warp.shift_left(bits, 2)
+  return lane_code.floor_word(position)
 
 
-def _edges_below(plan: Plan, margin: Real, edges: Word, offset: int) -> Word:
-  """Four times the number of edges below the margin: a binary search."""
-  at = edges
-  for level in reversed(range(plan.levels)):
-    step = 4 << level
-    (edge,) = warp.load_real(at, offset + step - 4, 1)
-    at = warp.where(lane_code.greater(margin, edge), warp.add(at, step), at)
-  return lane_code.difference(at, edges)
+def _edges_below(plan: Plan, margin: Real, beside, numbers) -> Word:
+  """The number of edges below the margin, which is its bin.
+
+  Distances of edges from the bias grow geometrically, so that a logarithm tells
+  how many of them are below, except where the result is close to a whole number
+  or where edges are clipped: there a search among the edges decides.
+  """
+  centre, edges, counts = beside
+  lo, hi, slope, offset, certain = numbers[:5]
+  side = plan.edges // 2
+  distance = margin - centre
+  number = warp.fma(lane_code.log2_magnitude(distance), slope, offset)
+  number = lane_code.maximum(number, Real(-0.5))
+  number = lane_code.minimum(number, Real(side - 0.5))
+  whole = lane_code.ceiling(number)
+  from_middle = whole - number - 0.5
+  above = lane_code.greater(distance, Real(0.0))
+  steps = lane_code.integer(whole)
+  steps = warp.where(above, steps, lane_code.difference(warp.word(0), steps))
+  sure = warp.both(
+    lane_code.is_within(from_middle, certain),
+    warp.both(lane_code.greater(margin, lo), lane_code.greater(hi, margin)),
+  )
+  (found,) = lane_code.choose(
+    lane_code.either(sure, lane_code.negate(counts)),
+    lambda: [warp.add(steps, side)],
+    lambda: [_search(plan, margin, edges)],
+    [Word],
+  )
+  return found
+
+
+def _search(plan: Plan, margin: Real, edges: Word) -> Word:
+  """The number of edges below the margin, by bisection."""
+  found = warp.word(0)
+  for level in reversed(range(plan.edges.bit_length())):
+    further = warp.add(found, 1 << level)
+    exists = warp.compare(further, 'sle', plan.edges)
+    # Edge number `further` in the order of edges, from one.
+    at = warp.where(exists, further, warp.word(1))
+    (edge,) = warp.load_real(warp.add(edges, warp.shift_left(at, 2)), -4, 1)
+    passed = warp.both(exists, lane_code.greater(margin, edge))
+    found = warp.where(passed, further, found)
+  return found
 
 
 def _write(plan: Plan, out, place: Place):

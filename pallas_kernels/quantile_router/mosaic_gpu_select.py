@@ -26,8 +26,6 @@ from pallas_kernels.quantile_router import mosaic_gpu_warp as lane_code
 
 LANES = 32
 _PAIR = 8  # bytes of a candidate: its score and its expert
-# Below this magnitude the sigmoid needs no care for under- and overflow.
-_SMALL = 80.0
 _NONE = 1 << 20  # no expert
 
 
@@ -40,7 +38,7 @@ class Plan(NamedTuple):
   cutoff: str
   space: str
   dtype: str
-  rows: int = 2
+  rows: int = 1
   warpgroups: int = 1
 
   @property
@@ -157,10 +155,12 @@ def _body(plan: Plan, names, *refs):
 def _row(plan: Plan, pointers, row: Row):
   """Selects and writes one token."""
   logits = _load(plan, pointers['logits'], row)
-  magnitude = lane_code.tree(lane_code.largest_magnitude, logits)
+  magnitude = lane_code.magnitude(logits)
   below = lambda x: lane_code.less(magnitude, x)
   finite = lane_code.all_lanes(below(float('inf')))
-  scores = _scores(plan, logits, lane_code.all_lanes(below(_SMALL)), finite)
+  scores = _scores(
+    plan, logits, lane_code.all_lanes(below(lane_code.SMALL)), finite
+  )
   biased = _add_bias(plan, pointers['bias'], scores, row.lane)
   _write(plan, pointers, row, (*_ranked(plan, biased, row), finite))
 

@@ -31,6 +31,10 @@ _SIGMOID = (
 )
 
 
+# Below this magnitude the sigmoid needs no care for under- and overflow.
+SMALL = 80.0
+
+
 def _f32() -> ir.Type:
   return ir.F32Type.get()
 
@@ -72,10 +76,47 @@ def largest_magnitude(a: Real, b: Real) -> Real:
   )
 
 
-def floor_bits(x: Real) -> Word:
-  """floor(x) + 0x4B000000, for 0 <= x < 2**23."""
-  ptx = '{ .reg .f32 y; add.rm.f32 y, $1, 0f4B000000; mov.b32 $0, y; }'
+def floor_word(x: Real) -> Word:
+  """floor(x) as an integer, for 0 <= x < 2**23."""
+  ptx = (
+    '{ .reg .f32 y; add.rm.f32 y, $1, 0f4B000000; mov.b32 $0, y;'
+    ' add.s32 $0, $0, -0x4B000000; }'
+  )
   return utils.inline_ptx(ptx, x.value, result_types=_i32())
+
+
+def ceiling(x: Real) -> Real:
+  """The least whole number from x on, for |x| < 2**22."""
+  return _real(
+    '{ .reg .f32 y; add.rp.f32 y, $1, 0f4B400000;'
+    ' sub.rn.f32 $0, y, 0f4B400000; }',
+    x,
+  )
+
+
+def integer(x: Real) -> Word:
+  """A whole number with |x| < 2**22 as an integer."""
+  ptx = (
+    '{ .reg .f32 y; add.rn.f32 y, $1, 0f4B400000; mov.b32 $0, y;'
+    ' add.s32 $0, $0, -0x4B400000; }'
+  )
+  return utils.inline_ptx(ptx, x.value, result_types=_i32())
+
+
+def log2_magnitude(x: Real) -> Real:
+  """log2(|x|) to a few units in the last place."""
+  return _real('{ .reg .f32 y; abs.f32 y, $1; lg2.approx.ftz.f32 $0, y; }', x)
+
+
+def is_within(x: Real, bound: Real) -> ir.Value:
+  """|x| < bound."""
+  ptx = '{ .reg .f32 y; abs.f32 y, $1; setp.lt.f32 $0, y, $2; }'
+  kind = ir.IntegerType.get_signless(1)
+  return utils.inline_ptx(ptx, x.value, bound.value, result_types=kind)
+
+
+def negate(a: ir.Value) -> ir.Value:
+  return arith.xori(a, arith.constant(ir.IntegerType.get_signless(1), 1))
 
 
 def tree(combine: Callable, values: Sequence):
@@ -85,6 +126,11 @@ def tree(combine: Callable, values: Sequence):
     pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
     values = pairs + values[len(pairs) * 2 :]
   return values[0]
+
+
+def magnitude(values: Sequence[Real]) -> Real:
+  """The largest |x|, NaN if any is NaN."""
+  return tree(largest_magnitude, [values[0], *values])
 
 
 def at_least(a: Real, b: Real) -> ir.Value:

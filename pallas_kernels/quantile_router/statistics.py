@@ -24,7 +24,7 @@ import jax.numpy as jnp
 Estimator = Literal['uniform', 'log_edges']
 
 # The first edge beside the old bias, as a fraction of the outermost distance.
-_INNER = 1e-4
+INNER = 1e-4
 
 
 @functools.partial(
@@ -89,7 +89,7 @@ def log_edges(bias_e, lo, hi, num_bins: int):
   side = (num_bins - 1) // 2
   lo, hi = jnp.asarray(lo)[..., None, None], jnp.asarray(hi)[..., None, None]
   steps = jnp.linspace(0.0, 1.0, side, dtype=jnp.float32)
-  delta = (hi - lo) * _INNER ** (1.0 - steps)
+  delta = (hi - lo) * INNER ** (1.0 - steps)
   centre = bias_e[..., None]
   edges_ei = jnp.concatenate(
     [centre - jnp.flip(delta, -1), centre + delta], axis=-1

@@ -129,6 +129,7 @@ def instructions(machine: Machine) -> dict:
     shift_left=lambda a, bits: np.left_shift(a, bits).astype(np_int),
     bit_and=lambda a, b: np.bitwise_and(a, np_int(b)),
     xor=lambda a, b: np.bitwise_xor(a, b),
+    fma=lambda a, b, c: Real(plain(a) * plain(b) + plain(c)),
     compare=lambda a, relation, b: COMPARISONS[relation](a, b),
     both=np.logical_and,
     where=where,
@@ -199,15 +200,17 @@ def lane_instructions(machine: Machine) -> dict:
     m.store(m.shared, address, pair, reaches)
     return np.where(reaches, address + 8, address).astype(np_int)
 
-  def floor_bits(x):
-    return (np.floor(x.value) + np_real(2**23)).view(np_int)
-
   return dict(
     Real=Real,
     maximum=real(np.fmax),
     minimum=real(np.fmin),
     largest_magnitude=magnitude,
-    floor_bits=floor_bits,
+    floor_word=lambda x: np.floor(x.value).astype(np_int),
+    ceiling=real(np.ceil),
+    integer=lambda x: x.value.astype(np_int),
+    log2_magnitude=real(lambda x: np.log2(np.abs(x))),
+    is_within=lambda x, bound: np.abs(x.value) < bound.value,
+    negate=np.logical_not,
     append_if_at_least=append_if_at_least,
     at_least=compares(np.greater_equal),
     greater=compares(np.greater),
@@ -280,6 +283,7 @@ SELECTIONS = {
   'k3': (24, 896, 16, 'kplus1'),
   'one_expert': (12, 200, 1, 'midpoint'),
   'odd': (12, 37, 31, 'midpoint'),
+  'one_score_a_lane': (12, 11, 3, 'kplus1'),
 }
 
 
@@ -347,16 +351,14 @@ def test_counts(case, patched):
     statistics=stats,
   )
   bound = np.where(valid, level, np.float32(np.nan))
-  if estimator == 'log_edges':
-    table = np.asarray(log_edges(bias, stats.lo, stats.hi, bins))
-  else:
-    table = np.asarray([stats.lo, bins / (stats.hi - stats.lo)])
   plan = counting.Plan(
     tokens, experts, bins, estimator, 'logit', 'float32', warpgroups=1
   )
-  arrays = dict(logits=logits, bound=bound, table=table)
+  arrays = dict(logits=logits, bound=bound, bias=bias)
+  arrays['parameters'] = np.asarray(counting.parameters(stats, bias))
+  arrays['edges'] = np.asarray(log_edges(bias, stats.lo, stats.hi, bins))
   arrays['out'] = np.full((plan.slices, experts, bins), -7, np.int32)
-  words = plan.group * plan.expert_bytes // 4
+  words = plan.group * plan.expert_bytes // 4 + 1
   machine = patched(Machine(128, words, arrays))
   for block in range(plan.groups * plan.slices):
     slice_, group = divmod(block, plan.groups)
@@ -367,9 +369,10 @@ def test_counts(case, patched):
       np.int32(slice_),
       np.int32(0),
       np.int32(4 * plan.group * bins),
+      np.int32(4 * plan.group * (bins + plan.pitch)),
     )
     machine.shared[:] = -9
-    with np.errstate(invalid='ignore', over='ignore'):
+    with np.errstate(invalid='ignore', divide='ignore'):
       counting._emit(plan, machine.pointers, place)
   got = machine.array('out', (plan.slices, experts, bins), np.int32).sum(0)
   np.testing.assert_array_equal(got, want)
