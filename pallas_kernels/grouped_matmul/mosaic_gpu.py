@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_matmul import mosaic_gpu_ring as ring
 from pallas_kernels.grouped_matmul import mosaic_gpu_rows as rows_kernel
 from pallas_kernels.grouped_matmul import mosaic_gpu_weights as weights_kernel
 
@@ -75,12 +76,12 @@ def _backward(saved, dout_gn):
 grouped_matmul.defvjp(_forward, _backward)
 
 
-def rows_plan(rows: int, shape, *, transposed: bool) -> rows_kernel.Plan:
+def rows_plan(rows: int, shape, *, transposed: bool) -> ring.Plan:
   """Tiles for G rows and matrices of `shape` [E, K, N]."""
   groups, k, n = shape
   few = rows <= _FEW_ROWS * groups
   width = k if transposed else n
-  return rows_kernel.Plan(
+  return ring.Plan(
     rows=64 if few else 128,
     columns=_columns(width, (256, 128) if few else (256, 192, 128)),
     stages=5 if few else 4,
@@ -90,11 +91,11 @@ def rows_plan(rows: int, shape, *, transposed: bool) -> rows_kernel.Plan:
   )
 
 
-def weights_plan(shape) -> weights_kernel.Plan:
+def weights_plan(shape) -> ring.Plan:
   """Tiles for matrices of `shape` [E, K, N]."""
   _, k, n = shape
   columns = _columns(n, (256, 192, 128))
-  return weights_kernel.Plan(128, columns, 4, swizzle=_swizzle(k, n))
+  return ring.Plan(128, columns, 4, swizzle=_swizzle(k, n))
 
 
 def _columns(width: int, choices: tuple[int, ...]) -> int:

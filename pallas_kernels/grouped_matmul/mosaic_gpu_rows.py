@@ -1,9 +1,6 @@
 """Rows of every group times the group's matrix, on Hopper.
 
-A persistent thread block takes every 132nd tile of the output. One warpgroup
-copies operands into a ring of shared memory, past the end of a tile into the
-next, and two others multiply, so that no tile waits for its first operands. A
-tile belongs to one group: it starts where the group starts, rounded down to 8
+A tile belongs to one group: it starts where the group starts, rounded down to 8
 rows as bulk copies need it, and rows of it outside the group are computed but
 not stored. Rows past all groups are tiles without products, stored as zeros.
 
@@ -13,7 +10,6 @@ of a tile.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -23,52 +19,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.grouped_matmul import mosaic_gpu_ring as ring
 from pallas_kernels.grouped_matmul import mosaic_gpu_store as store
-
-PROCESSORS = 132
-DEPTH = 64  # of one stage along the summed axis: 128 bytes
-ALIGNMENT = 8  # rows
-WORKERS = 2  # computing warpgroups
-
-
-def transforms_of(swizzle: int) -> tuple:
-  """How a bfloat16 tile lies in shared memory; `swizzle` in bytes."""
-  tiling = plgpu.TilingTransform((8, swizzle // 2))
-  return tiling, plgpu.SwizzleTransform(swizzle)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """Sizes of a tile.
-
-  Attributes:
-    rows, columns: of the output tile of a thread block.
-    stages: of the ring.
-    by_rows: the computing warpgroups share the tile by rows, else by columns.
-    swizzle: bytes of 32, 64 or 128; both widths must be multiples of it.
-    pairs: two thread blocks next to each other share their rows' copies.
-    transposed: matrices are [E, N, K].
-  """
-
-  rows: int
-  columns: int
-  stages: int
-  by_rows: bool = True
-  swizzle: int = 128
-  pairs: bool = False
-  transposed: bool = False
-
-  @property
-  def blocks(self) -> int:
-    """Thread blocks that work together."""
-    return 2 if self.pairs else 1
-
-  @property
-  def share(self) -> tuple[int, int]:
-    """Rows and columns of one warpgroup."""
-    if self.by_rows:
-      return self.rows // WORKERS, self.columns
-    return self.rows, self.columns // WORKERS
+from pallas_kernels.grouped_matmul.mosaic_gpu_ring import ALIGNMENT, DEPTH
 
 
 class Tiles(NamedTuple):
@@ -108,174 +61,73 @@ def tiles_of(group_sizes_e, rows: int, tile: int) -> Tiles:
   return Tiles(group, first, start_e[group], end_e[group], last_e[-1:])
 
 
-def _copies(plan: Plan, refs, at):
-  """(source, destination) of one stage. `at`: group, row, n, k, slot."""
-  lhs, rhs, lhs_smem, rhs_smem = refs
-  group, row, n, k, slot = at
-  depth = pl.ds(k * DEPTH, DEPTH)
-  columns = pl.ds(n * plan.columns, plan.columns)
-  side = (columns, depth) if plan.transposed else (depth, columns)
-  shared = 'pair' if plan.pairs else None
-  yield lhs.at[pl.ds(row, plan.rows), depth], lhs_smem.at[slot], shared
-  yield rhs.at[(group, *side)], rhs_smem.at[slot], None
+class _Place(NamedTuple):
+  """A tile: its group, first row and column, window of rows, and stages."""
+
+  group: jax.Array
+  row: jax.Array
+  column: jax.Array
+  start: jax.Array
+  end: jax.Array
+  steps: jax.Array
 
 
-def _multiply(plan: Plan, acc, tiles, worker):
-  """One stage's products of one warpgroup, left running."""
-  lhs, rhs = tiles
-  rows, columns = plan.share
-  if plan.by_rows:
-    lhs = lhs.at[pl.ds(worker * rows, rows)]
-  elif plan.transposed:
-    rhs = rhs.at[pl.ds(worker * columns, columns)]
-  else:
-    rhs = rhs.at[:, pl.ds(worker * columns, columns)]
-  plgpu.wgmma(acc, lhs, rhs.T if plan.transposed else rhs)
-
-
-def released(plan):
-  """The barrier of free stages, in both thread blocks of a pair."""
-  sizes = dict(num_arrivals=WORKERS, num_barriers=plan.stages)
-  if plan.pairs:
-    return plgpu.ClusterBarrier(collective_axes=('pair',), **sizes)
-  return plgpu.Barrier(**sizes)
-
-
-def drain(plan, empty, total):
-  """Waits for the last stages: no partner may write to a block that is gone."""
-
-  @pl.loop(jnp.maximum(total - plan.stages, 0), total)
-  def _(position):
-    plgpu.barrier_wait(empty.at[lax.rem(position, plan.stages)])
-
-
-def _body(plan: Plan, *refs):
-  tiles, (lhs, rhs, out), scratch = Tiles(*refs[:5]), refs[5:8], refs[8:]
-  lhs_smem, rhs_smem, full, empty = scratch
-  block, role = lax.axis_index('block'), lax.axis_index('role')
-  groups = rhs.shape[0]
+def _work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
+  (lhs, rhs, out), (lhs_smem, rhs_smem) = outer, inner
   across = pl.cdiv(out.shape[1], plan.columns * plan.blocks)
-  depth = pl.cdiv(lhs.shape[1], DEPTH)
-  count, stride = tiles.count[0] * across, PROCESSORS // plan.blocks
-  mine = lax.div(count - block + stride - 1, stride)
+  stages = pl.cdiv(lhs.shape[1], DEPTH)
 
-  def place(i):
-    index = block + i * stride
+  def place(index):
     m, n = lax.div(index, across), lax.rem(index, across)
-    return m, n * plan.blocks + lax.axis_index('pair')
-
-  def steps_of(group):
-    return jnp.where(group < groups, depth, 0)
-
-  def produce(i, position):
-    m, n = place(i)
-    group = tiles.group[m]
-    row = pl.multiple_of(tiles.first[m] * ALIGNMENT, ALIGNMENT)
-    steps = steps_of(group)
-
-    def fetch(k, _):
-      slot = lax.rem(position + k, plan.stages)
-
-      @pl.when(position + k >= plan.stages)
-      def _():
-        plgpu.barrier_wait(empty.at[slot])
-
-      at = group, row, n, k, slot
-      for source, target, axes in _copies(
-        plan, (lhs, rhs, lhs_smem, rhs_smem), at
-      ):
-        plgpu.copy_gmem_to_smem(
-          source, target, full.at[slot], collective_axes=axes
-        )
-      return ()
-
-    lax.fori_loop(0, steps, fetch, ())
-    return position + steps
-
-  def compute(i, position):
-    m, n = place(i)
+    n = n * plan.blocks + lax.axis_index(ring.PAIR)
     group, row = tiles.group[m], tiles.first[m] * ALIGNMENT
-    window = row, n * plan.columns, tiles.start[m], tiles.end[m]
-    steps = steps_of(group)
+    steps = jnp.where(group < rhs.shape[0], stages, 0)
+    window = tiles.start[m], tiles.end[m]
+    return _Place(group, row, n * plan.columns, *window, steps)
 
-    def run(acc):
-      def step(k, _):
-        slot = lax.rem(position + k, plan.stages)
-        plgpu.barrier_wait(full.at[slot])
-        _multiply(plan, acc, (lhs_smem.at[slot], rhs_smem.at[slot]), role)
-        plgpu.wgmma_wait(1)
+  def copies(at, k, slot):
+    depth = pl.ds(k * DEPTH, DEPTH)
+    rows = pl.ds(pl.multiple_of(at.row, ALIGNMENT), plan.rows)
+    columns = pl.ds(pl.multiple_of(at.column, plan.columns), plan.columns)
+    side = (columns, depth) if plan.transposed else (depth, columns)
+    shared = ring.PAIR if plan.pairs else None
+    yield lhs.at[rows, depth], lhs_smem.at[slot], shared
+    yield rhs.at[(at.group, *side)], rhs_smem.at[slot], None
 
-        @pl.when(k > 0)
-        def _():
-          before = lax.rem(position + k - 1, plan.stages)
-          plgpu.barrier_arrive(empty.at[before])
-
-        return ()
-
-      lax.fori_loop(0, steps, step, ())
-      plgpu.wgmma_wait(0)
-
-      @pl.when(steps > 0)
-      def _():
-        last = lax.rem(position + steps - 1, plan.stages)
-        plgpu.barrier_arrive(empty.at[last])
-
-      return acc[...]
-
-    acc = pl.run_scoped(run, plgpu.ACC(plan.share))
-    rows, columns = plan.share
-    row, column, start, end = window
-    if plan.by_rows:
-      row = row + role * rows
+  def multiply(at, k, slot, acc):
+    del at, k
+    row, column = plan.corner(0, 0)
+    rows, columns = (pl.ds(*x) for x in zip((row, column), plan.share))
+    left = lhs_smem.at[slot, rows]
+    if plan.transposed:
+      right = rhs_smem.at[slot, columns].T
     else:
-      column = column + role * columns
-    store.store(acc, out, store.Window(row, column, start, end))
-    return position + steps
+      right = rhs_smem.at[slot, :, columns]
+    plgpu.wgmma(acc, left, right)
 
-  @pl.when(role < WORKERS)
-  def _():
-    plgpu.set_max_registers(232, action='increase')
-    lax.fori_loop(0, mine, compute, jnp.int32(0))
+  def write(at, acc):
+    corner = plan.corner(at.row, at.column)
+    store.store(acc, out, store.Window(*corner, at.start, at.end))
 
-  @pl.when(role == WORKERS)
-  def _():
-    plgpu.set_max_registers(40, action='decrease')
-    total = lax.fori_loop(0, mine, produce, jnp.int32(0))
-    if plan.pairs:
-      drain(plan, empty, total)
+  return ring.Work(tiles.count[0] * across, place, copies, multiply, write)
 
 
-def multiply(lhs_gk, rhs_ekn, group_sizes_e, plan: Plan):
+def _body(plan: ring.Plan, *refs):
+  tiles, outer, inner, barriers = refs[:5], refs[5:8], refs[8:10], refs[10:]
+  ring.run(plan, _work(plan, Tiles(*tiles), outer, inner), barriers)
+
+
+def multiply(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
   """[G, N]; see `api.grouped_matmul`. rhs is [E, N, K] if plan.transposed."""
   rows = lhs_gk.shape[0]
   width = rhs_ekn.shape[1 if plan.transposed else 2]
-  tiles = tiles_of(group_sizes_e, rows, plan.rows)
-  side = plan.columns, DEPTH
-  if not plan.transposed:
-    side = side[::-1]
-  ring = functools.partial(
-    plgpu.SMEM, dtype=lhs_gk.dtype, transforms=transforms_of(plan.swizzle)
-  )
-  kernel = plgpu.kernel(
+  side = DEPTH, plan.columns
+  kernel = ring.kernel(
+    plan,
     functools.partial(_body, plan),
-    out_type=jax.ShapeDtypeStruct((rows, width), lhs_gk.dtype),
-    grid=(PROCESSORS // plan.blocks,),
-    grid_names=('block',),
-    cluster=(plan.blocks,),
-    cluster_names=('pair',),
-    num_threads=WORKERS + 1,
-    thread_name='role',
-    kernel_name='grouped_matmul_rows',
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Lane,
-      reduction_scratch_bytes=0,
-      unsafe_no_auto_barriers=True,
-    ),
-    scratch_types=[
-      ring((plan.stages, plan.rows, DEPTH)),
-      ring((plan.stages, *side)),
-      plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
-      released(plan),
-    ],
+    name='grouped_matmul_rows',
+    out=jax.ShapeDtypeStruct((rows, width), lhs_gk.dtype),
+    tiles=((plan.rows, DEPTH), side[::-1] if plan.transposed else side),
   )
+  tiles = tiles_of(group_sizes_e, rows, plan.rows)
   return kernel(*tiles, lhs_gk, rhs_ekn)

@@ -1,0 +1,218 @@
+"""A ring of shared memory through which tiles of a product are computed.
+
+A persistent thread block takes every 132nd tile. One of its warpgroups copies
+operands into the ring, past the end of a tile into the next, so that no tile
+waits for its first operands; the others multiply and write. Two thread blocks
+may work on neighbouring tiles and receive what both read by one copy.
+
+What a tile is, a kernel says by four functions, see `Work`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+PROCESSORS = 132
+DEPTH = 64  # of one stage along the summed axis
+ALIGNMENT = 8  # rows, from where bulk copies can start
+WORKERS = 2  # computing warpgroups
+PAIR = 'pair'  # the axis of thread blocks that work together
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Sizes of a tile.
+
+  Attributes:
+    rows, columns: of the output tile of a thread block.
+    stages: of the ring.
+    by_rows: the computing warpgroups share the tile by rows, else by columns.
+    swizzle: bytes of 32, 64 or 128; both widths must be multiples of it.
+    pairs: two thread blocks, one tile right of the other, share copies.
+    transposed: matrices are [E, N, K].
+  """
+
+  rows: int
+  columns: int
+  stages: int
+  by_rows: bool = True
+  swizzle: int = 128
+  pairs: bool = False
+  transposed: bool = False
+
+  @property
+  def blocks(self) -> int:
+    """Thread blocks that work together."""
+    return 2 if self.pairs else 1
+
+  @property
+  def share(self) -> tuple[int, int]:
+    """Rows and columns of one warpgroup."""
+    if self.by_rows:
+      return self.rows // WORKERS, self.columns
+    return self.rows, self.columns // WORKERS
+
+  @property
+  def transforms(self) -> tuple:
+    """How a bfloat16 tile lies in shared memory."""
+    tiling = plgpu.TilingTransform((8, self.swizzle // 2))
+    return tiling, plgpu.SwizzleTransform(self.swizzle)
+
+  def tile(self, *shape: int) -> plgpu.SMEM:
+    """A bfloat16 tile for each stage."""
+    shape = self.stages, *shape
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=self.transforms)
+
+  def corner(self, row, column):
+    """This warpgroup's first row and column of a tile that starts there."""
+    worker = lax.axis_index('role')
+    if self.by_rows:
+      return row + worker * self.share[0], column
+    return row, column + worker * self.share[1]
+
+
+class Work(NamedTuple):
+  """A kernel: what its tiles read, multiply and write.
+
+  Attributes:
+    tiles: number of tiles; a pair counts as one.
+    place: (tile) -> anything with `steps`, the stages of that tile.
+    copies: (place, k, slot) -> (source, target, axes that share it) each.
+    multiply: (place, k, slot, acc), which starts a product of one stage.
+    write: (place, acc), for one warpgroup.
+  """
+
+  tiles: jax.Array
+  place: Callable[[jax.Array], Any]
+  copies: Callable[..., Any]
+  multiply: Callable[..., None]
+  write: Callable[..., None]
+
+
+def _produce(plan: Plan, work: Work, barriers, place, position):
+  """Starts the copies of a tile."""
+  full, empty = barriers
+
+  def fetch(k, _):
+    slot = lax.rem(position + k, plan.stages)
+
+    @pl.when(position + k >= plan.stages)
+    def _():
+      plgpu.barrier_wait(empty.at[slot])
+
+    for source, target, axes in work.copies(place, k, slot):
+      plgpu.copy_gmem_to_smem(
+        source, target, full.at[slot], collective_axes=axes
+      )
+    return ()
+
+  lax.fori_loop(0, place.steps, fetch, ())
+
+
+def _sum(plan: Plan, work: Work, barriers, at, acc):
+  """One warpgroup's part of a tile, with one product always running."""
+  (full, empty), (place, position) = barriers, at
+  slot_of = lambda k: lax.rem(position + k, plan.stages)
+
+  def step(k, _):
+    plgpu.barrier_wait(full.at[slot_of(k)])
+    work.multiply(place, k, slot_of(k), acc)
+    plgpu.wgmma_wait(1)
+
+    @pl.when(k > 0)
+    def _():
+      plgpu.barrier_arrive(empty.at[slot_of(k - 1)])
+
+    return ()
+
+  lax.fori_loop(0, place.steps, step, ())
+  plgpu.wgmma_wait(0)
+
+  @pl.when(place.steps > 0)
+  def _():
+    plgpu.barrier_arrive(empty.at[slot_of(place.steps - 1)])
+
+  return acc[...]
+
+
+def run(plan: Plan, work: Work, barriers):
+  """The work of a thread block, by all its warpgroups."""
+  block, stride = lax.axis_index('block'), PROCESSORS // plan.blocks
+  mine = lax.div(work.tiles - block + stride - 1, stride)
+  place = lambda i: work.place(block + jnp.minimum(i, mine - 1) * stride)
+  role = lax.axis_index('role')
+
+  def compute(i, carry):
+    at, position = carry
+    following = place(i + 1)  # early, to hide the latency of its loads
+    total = functools.partial(_sum, plan, work, barriers, (at, position))
+    work.write(at, pl.run_scoped(total, plgpu.ACC(plan.share)))
+    return following, position + at.steps
+
+  def produce(i, position):
+    at = place(i)
+    _produce(plan, work, barriers, at, position)
+    return position + at.steps
+
+  @pl.when((role < WORKERS) & (mine > 0))
+  def _():
+    plgpu.set_max_registers(232, action='increase')
+    lax.fori_loop(0, mine, compute, (place(0), jnp.int32(0)))
+
+  @pl.when((role == WORKERS) & (mine > 0))
+  def _():
+    plgpu.set_max_registers(40, action='decrease')
+    total = lax.fori_loop(0, mine, produce, jnp.int32(0))
+    if plan.pairs:
+      _drain(plan, barriers[1], total)
+
+
+def _drain(plan: Plan, empty, total):
+  """Waits for the last stages: no partner may write to a block that is gone."""
+
+  @pl.loop(jnp.maximum(total - plan.stages, 0), total)
+  def _(position):
+    plgpu.barrier_wait(empty.at[lax.rem(position, plan.stages)])
+
+
+def kernel(plan: Plan, body, *, name: str, out, tiles):
+  """The Pallas kernel of `body`, whose last four references are scratch.
+
+  Args:
+    plan: see `Plan`.
+    body: (inputs, output, two rings, barriers of full and of empty stages).
+    name: for profiles.
+    out: shape and dtype of the output.
+    tiles: shapes of the two operands' tiles.
+  """
+  released = dict(num_arrivals=WORKERS, num_barriers=plan.stages)
+  empty = plgpu.Barrier(**released)
+  if plan.pairs:
+    empty = plgpu.ClusterBarrier(collective_axes=(PAIR,), **released)
+  full = plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages)
+  return plgpu.kernel(
+    body,
+    out_type=out,
+    grid=(PROCESSORS // plan.blocks,),
+    grid_names=('block',),
+    cluster=(plan.blocks,),
+    cluster_names=(PAIR,),
+    num_threads=WORKERS + 1,
+    thread_name='role',
+    kernel_name=name,
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Lane,
+      reduction_scratch_bytes=0,
+      unsafe_no_auto_barriers=True,
+    ),
+    scratch_types=[*(plan.tile(*shape) for shape in tiles), full, empty],
+  )
