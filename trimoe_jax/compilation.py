@@ -46,15 +46,16 @@ class Compiler:
 
   def wait(self, stage: int) -> Compilation:
     """The step of `stage`; the stage after it starts to compile."""
-    self._start(stage)
+    self.start(stage)
     start = time.perf_counter()
     step, seconds = self._jobs[stage].result()
     waited = time.perf_counter() - start
     if stage + 1 < len(self._run.config.stages):
-      self._start(stage + 1)
+      self.start(stage + 1)
     return Compilation(step, seconds, waited)
 
-  def _start(self, stage: int):
+  def start(self, stage: int):
+    """Lets the programs of `stage` compile, unless they do already."""
     if stage in self._jobs:
       return
     state = self._state

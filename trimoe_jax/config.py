@@ -126,11 +126,17 @@ class RouterConfig:
   ema: float = 0.0
   sign_rate: float = 1e-3
   aux_weight: float = 1e-2
+  warm_start: int = 4  # forward passes that balance before the first step
 
   def __post_init__(self):
     if self.num_bins < 2:
       raise ValueError(
         f'router.num_bins={self.num_bins}; a quantile needs at least 2 bins.'
+      )
+    if self.warm_start < 0:
+      raise ValueError(
+        f'router.warm_start={self.warm_start} is negative; give a number of '
+        'forward passes, such as 4, or 0 to start from zero biases.'
       )
     if not 0.0 <= self.ema < 1.0:
       raise ValueError(f'router.ema={self.ema} is outside [0, 1).')

@@ -19,9 +19,10 @@ from trimoe_jax import profiling, sharding
 from trimoe_jax.compilation import Compiler
 from trimoe_jax.evals.heldout import Evaluator
 from trimoe_jax.metrics import JsonlWriter, NanGuard, Progress, Throughput
+from trimoe_jax.model import router
 from trimoe_jax.run import Run
 from trimoe_jax.train_state import TrainState
-from trimoe_jax.train_step import BATCH_AXES, batch_shape
+from trimoe_jax.train_step import BATCH_AXES, batch_shape, observe
 
 # Steps in a row whose loss may be no number before the run gives up.
 PATIENCE = 10
@@ -44,6 +45,10 @@ def train(run: Run, *, should_stop: Callable[[], bool]) -> TrainState | None:
     logger = Logger(run, first)
     evaluator = Evaluator(config, run.corpus, run.mesh, logger.say)
     with _profiler(run) as profiler, Compiler(run, evaluator) as compiler:
+      if first == 0:
+        compiler.start(0)  # while the router warms up
+        state, record = warm_start(run, state)
+        logger.warm_start(record)
       for step in range(first, run.batches.total_steps):
         if step == first or step in ends:
           compiled = logger.compilation(step, compiler)
@@ -77,6 +82,38 @@ def fetch(run: Run, step: int) -> dict[str, jax.Array]:
   where = jax.NamedSharding(run.mesh, sharding.spec(BATCH_AXES))
   split = lambda x: x.reshape(batch_shape(stage))
   return {k: jax.device_put(split(v), where) for k, v in batch.items()}
+
+
+def warm_start(run: Run, state: TrainState) -> tuple[TrainState, dict | None]:
+  """A fresh state whose router is balanced, and how it came to that.
+
+  `router.warm_start` forward passes see the batches of the steps after the
+  first, so that no token of the first step is routed by a bias that knows it.
+  Nothing but the router changes. The record holds each pass's balance under
+  the bias before it; None where the configuration wants no warm start.
+  """
+  config, stage = run.config, run.config.stages[0]
+  passes = config.model.router.warm_start
+  if not passes or config.model.router.balance != 'quantile':
+    return state, None
+  later = range(1, stage.num_steps) or range(1)
+  steps = (later[i % len(later)] for i in range(passes))
+  forward = jax.jit(lambda *args: observe(*args, config))
+  found, start = [], time.perf_counter()
+
+  def statistics(router_state):
+    stats, balance = forward(
+      state.params, fetch(run, next(steps)), router_state
+    )
+    found.append(jax.tree.map(np.asarray, balance))
+    return stats
+
+  warm = router.warm_start(
+    state.router, statistics, config.model.router, steps=passes
+  )
+  record = jax.tree.map(lambda *x: np.stack(x), *found)
+  seconds = time.perf_counter() - start
+  return state.replace(router=warm), {'seconds': seconds, **record}
 
 
 def evaluate(
@@ -153,6 +190,18 @@ class Logger:
     self._fresh = True
     self._progress.pause()
     return done.step
+
+  def warm_start(self, record: dict[str, Any] | None):
+    """Logs the balance before and during the warm start, if there was one."""
+    if record is None:
+      return
+    self._write('warm_start', 0, record)
+    worst = record['max_vio'].max(axis=1)
+    self.say(
+      f'warm start of the router: largest load violation {worst[0]:.2f} in '
+      f'the first of {len(worst)} forward passes, {worst[-1]:.2f} in the last '
+      f'({record["seconds"]:.1f} s)'
+    )
 
   def step(self, step: int, metrics: dict[str, Any]):
     """Takes the metrics of `step` and logs those of the step before."""

@@ -28,6 +28,8 @@ _TRAIN, _HELDOUT, _GREY = '#0072B2', '#D55E00', '#595959'
 _STAGE_SHADES = ('#ffffff', '#eceff1')
 _CYCLE = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 _MARKERS = 'osD^vP'
+_BANDS = ('#d6e6f2', '#a3c8e3', '#6fa9d2')  # outermost first
+_BAND_NAMES = ('all experts', '5 to 95 %', '25 to 75 %')
 _MAX_LEGEND = 12
 _LETTER = 0.0095  # width of a letter of a stage's name, in widths of the frame
 
@@ -80,7 +82,7 @@ def plot_loss(
   axes.set(xlabel='training tokens', ylabel='loss (nats a token)')
   axes.xaxis.set_major_formatter(EngFormatter(sep=''))
   axes.legend(loc='upper right', framealpha=0.9)
-  return _save(figure, path)
+  return save(figure, path)
 
 
 def plot_violation(
@@ -128,7 +130,84 @@ def plot_violation(
     axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
   axes.set(xlabel='training step', ylabel='MaxVio (0: all experts equal)')
   _legend_of_sequence(figure, axes, layers, 'layer')
-  return _save(figure, path)
+  return save(figure, path)
+
+
+def plot_loads(
+  path: str | pathlib.Path,
+  moments: Sequence[tuple[str, np.ndarray]],
+  *,
+  layers: Sequence[int],
+) -> Figure:
+  """Saves how the load is spread over the experts of every layer, by moment.
+
+  Each moment is a panel of its own, all on one axis of loads, whose scale is
+  the square root: it keeps idle experts and tenfold loads on one picture.
+
+  Args:
+    path: the picture to write.
+    moments: (name, bands) of some steps in order; bands is [layers, bands] of
+      loads in units of the mean, from the least loaded expert to the most, an
+      odd number of them, so that the middle one is the median.
+    layers: the layers' numbers as the reader counts them.
+  """
+  size = max(7.0, 1.1 + len(moments) * (1.1 + 0.06 * min(len(layers), 24)))
+  figure = blank(min(size, 14.0), 3.8)
+  panels = figure.subplots(1, len(moments), sharey=True, squeeze=False)[0]
+  edges = np.arange(len(layers) + 1) - 0.5
+  for axes, (name, bands) in zip(panels, moments):
+    dress(axes)
+    bands = np.asarray(bands, float)
+    bands = np.concatenate([bands, bands[-1:]])  # a step to the last edge
+    last = bands.shape[1] - 1
+    for low in range(last // 2):
+      axes.fill_between(
+        edges,
+        bands[:, low],
+        bands[:, last - low],
+        step='post',
+        color=_BANDS[low % len(_BANDS)],
+        linewidth=0,
+        label=_BAND_NAMES[low] if last // 2 == len(_BAND_NAMES) else None,
+      )
+    axes.step(
+      edges,
+      bands[:, last // 2],
+      where='post',
+      color=_TRAIN,
+      linewidth=1.4,
+      label='median',
+    )
+    axes.axhline(1.0, color=_GREY, linewidth=0.8, linestyle=':', label='mean')
+    axes.set_title(name, fontsize=9, color=_GREY)
+    axes.set_xlim(edges[0], edges[-1])
+    every = -(-len(layers) // 8)
+    axes.set_xticks(range(0, len(layers), every), layers[::every])
+  largest = max(float(np.max(bands)) for _, bands in moments)
+  _scale_loads(panels[0], largest)
+  panels[0].set_ylabel('load of an expert / mean load')
+  figure.supxlabel('layer', fontsize=10)
+  figure.legend(
+    *panels[0].get_legend_handles_labels(),
+    loc='outside right center',
+    frameon=False,
+  )
+  return save(figure, path)
+
+
+def _scale_loads(axes: Axes, largest: float) -> None:
+  """A square-root axis from 0 to a little above the largest load."""
+  root = lambda x: np.sqrt(np.maximum(x, 0.0))
+  axes.set_yscale('function', functions=(root, np.square))
+  steps = np.array([0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 9, 16, 25, 36, 49, 64])
+  if largest > 64:
+    steps = np.array([0, 1, 4, 16, 36, 64, 100, 196, 400, 900])
+  elif largest > 6:
+    steps = np.array([0, 0.25, 1, 2, 4, 6, 9, 16, 25, 36, 49, 64])
+  axes.yaxis.set_major_locator(FixedLocator(steps[steps <= 1.3 * largest]))
+  axes.yaxis.set_minor_locator(NullLocator())
+  axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(_short))
+  axes.set_ylim(0.0, 1.08 * max(largest, 1.2))
 
 
 def plot_depth_mix(
@@ -164,7 +243,7 @@ def plot_depth_mix(
   if len(rows) <= 80:
     _write_cells(axes, grid)
   figure.colorbar(image, ax=axes, label='weight', fraction=0.05, pad=0.03)
-  return _save(figure, path)
+  return save(figure, path)
 
 
 def plot_loss_by_position(
@@ -200,24 +279,43 @@ def plot_loss_by_position(
     ylabel='held-out loss (nats a token)',
   )
   axes.legend(title='after stage', loc='best', framealpha=0.9)
-  return _save(figure, path)
+  return save(figure, path)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-  figure = Figure(figsize=(width, height), dpi=130, layout='constrained')
-  FigureCanvasAgg(figure)
+  figure = blank(width, height)
   axes = figure.add_subplot()
-  axes.grid(True, color='#d9d9d9', linewidth=0.6)
-  axes.set_axisbelow(True)
-  axes.spines[['top', 'right']].set_visible(False)
+  dress(axes)
   return figure, axes
 
 
-def _save(figure: Figure, path: str | pathlib.Path) -> Figure:
+def blank(width: float, height: float) -> Figure:
+  """An empty figure, in inches."""
+  figure = Figure(figsize=(width, height), dpi=130, layout='constrained')
+  FigureCanvasAgg(figure)
+  return figure
+
+
+def dress(axes: Axes) -> None:
+  """Gives axes the grid and spines of all figures."""
+  axes.grid(True, color='#d9d9d9', linewidth=0.6)
+  axes.set_axisbelow(True)
+  axes.spines[['top', 'right']].set_visible(False)
+
+
+def save(figure: Figure, path: str | pathlib.Path) -> Figure:
+  """Writes the figure, in a new folder if need be, and returns it."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path)
   return figure
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+  figure = blank(width, height)
+  axes = figure.add_subplot()
+  dress(axes)
+  return figure, axes
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

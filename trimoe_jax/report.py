@@ -34,12 +34,14 @@ def write(run: Run, state: TrainState):
   steps = [r for r in records if r['kind'] == 'step']
   evals = [r for r in records if r['kind'] == 'eval']
   compiles = [r for r in records if r['kind'] == 'compile']
-  draw(run, steps, evals)
+  warm = next((r for r in records if r['kind'] == 'warm_start'), None)
+  draw(run, steps, evals, warm)
   text = '\n\n'.join(
     [
       f'# Run {run.config.name}',
       _summary(run),
       _stage_table(run, steps, stage_ends(evals), compiles),
+      _balance_table(_moe_layers(run), steps, warm),
       _figures(),
       _continuation(run, state),
     ]
@@ -56,8 +58,10 @@ def stage_ends(evals: list[Record]) -> list[tuple[Record, Record]]:
   return [(first[stage], last[stage]) for stage in sorted(last)]
 
 
-def draw(run: Run, steps: list[Record], evals: list[Record]):
-  """Writes the four figures."""
+def draw(
+  run: Run, steps: list[Record], evals: list[Record], warm: Record | None
+):
+  """Writes the figures."""
   figures = run.workdir / 'figures'
   trained = [run.batches.tokens_before(s) for s in run.batches.first_steps]
   plots.plot_loss(
@@ -70,12 +74,14 @@ def draw(run: Run, steps: list[Record], evals: list[Record]):
     ],
     heldout=_heldout_lines(evals),
   )
-  model = run.config.model
   plots.plot_violation(
     figures / 'max_vio.png',
     [r['step'] for r in steps],
     np.array([r['max_vio'] for r in steps], float),
-    layers=[i + 1 for i in range(model.layers) if model.ffn(i) == 'moe'],
+    layers=_moe_layers(run),
+  )
+  plots.plot_loads(
+    figures / 'loads.png', _moments(steps, warm), layers=_moe_layers(run)
   )
   plots.plot_depth_mix(
     figures / 'depth_mix.png', _depth_rows(run, evals[-1]['depth'])
@@ -84,6 +90,25 @@ def draw(run: Run, steps: list[Record], evals: list[Record]):
     figures / 'loss_by_position.png',
     [_position_curve(record) for _, record in stage_ends(evals)],
   )
+
+
+def _moe_layers(run: Run) -> list[int]:
+  """The layers with experts, counted from 1."""
+  model = run.config.model
+  return [i + 1 for i in range(model.layers) if model.ffn(i) == 'moe']
+
+
+def _moments(
+  steps: list[Record], warm: Record | None
+) -> list[tuple[str, np.ndarray]]:
+  """Spread of the loads before the warm start ('cold') and at four steps."""
+  moments = []
+  if warm is not None:
+    moments.append(('cold', warm['load_bands'][0]))
+  picked = np.linspace(0, len(steps) - 1, 4).round().astype(int)
+  for record in [steps[i] for i in dict.fromkeys(picked.tolist())]:
+    moments.append((f'step {record["step"]:,}', record['load_bands']))
+  return moments
 
 
 def _heldout_lines(evals: list[Record]) -> tuple[list, list]:
@@ -205,10 +230,48 @@ def _stage_table(
   return f'## Stages\n\n{table}\n\n{note}'
 
 
+def _balance_table(
+  layers: list[int], steps: list[Record], warm: Record | None
+) -> str:
+  """One row a layer with experts: how evenly they were loaded."""
+  tail = steps[-max(1, len(steps) // 10) :]
+  columns = {
+    'MaxVio: step 1': (steps[:1], 'max_vio', '.2f'),
+    'end': (tail, 'max_vio', '.2f'),
+    'MinVio: end': (tail, 'min_vio', '.2f'),
+    'dead experts': (tail, 'dead', '.1f'),
+    'crossing bin': (tail, 'crossing_mass', '.1%'),
+    'unresolved': (tail, 'unresolved', '.1f'),
+    'dropped': (tail, 'dropped', '.2%'),
+  }
+  if warm is not None:
+    cold = {'max_vio': warm['max_vio'][0]}
+    columns = {'MaxVio: cold': ([cold], 'max_vio', '.2f')} | columns
+  columns = {
+    title: [format(x, shape) for x in np.mean([r[n] for r in records], 0)]
+    for title, (records, n, shape) in columns.items()
+    if n in records[0]
+  }
+  lines = [['layer', *columns], ['---:'] * (1 + len(columns))]
+  rows = zip(map(str, layers), *columns.values())
+  lines += rows
+  table = '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+  note = (
+    'MaxVio is the largest load of an expert over the mean load less 1, MinVio '
+    '1 less the smallest over the mean; 0 is perfect balance. Cold is before '
+    'the warm start of the router, the end the mean of the last tenth of the '
+    'steps, as are the columns after it. The crossing bin holds an '
+    "expert's quantile: given is its largest share of the tokens, and the "
+    'number of experts for which it holds more than their whole target load.'
+  )
+  return f'## Balance\n\n{table}\n\n{note}'
+
+
 def _figures() -> str:
   titles = {
     'loss.png': 'Loss over tokens, stages shaded',
     'max_vio.png': 'Load violation of every layer over steps',
+    'loads.png': 'Load of the experts of every layer over training',
     'depth_mix.png': 'Depth-mix weights of every sublayer at the end',
     'loss_by_position.png': 'Held-out loss by position in the context',
   }

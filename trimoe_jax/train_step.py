@@ -38,14 +38,7 @@ def objective(
   params: Any, batch: Batch, state: RouterState, config: TrainConfig
 ) -> tuple[jax.Array, tuple[LossSums, RouterStats]]:
   """Summed loss of one micro-batch [B, T], its parts, and what was routed."""
-  hidden_btd, aux = Model(config.model).apply(
-    {'params': params},
-    batch['tokens'],
-    state,
-    batch['segment_ids'],
-    observe=True,
-    method='hidden',
-  )
+  hidden_btd, stats = _hidden(params, batch, state, config)
   sums = cross_entropy(
     hidden_btd,
     params['head'],
@@ -56,9 +49,9 @@ def objective(
   )
   total = sums.loss + sums.z
   if config.model.router.balance == 'aux_loss':
-    balance = router.aux_loss(router.reduce(aux.router))
+    balance = router.aux_loss(router.reduce(stats))
     total += config.model.router.aux_weight * balance * sums.tokens
-  return total, (sums, aux.router)
+  return total, (sums, stats)
 
 
 def accumulate(
@@ -66,24 +59,52 @@ def accumulate(
 ) -> tuple[Any, LossSums, RouterStats]:
   """Summed gradients, loss parts and statistics over the micro-batches."""
   grad = jax.grad(objective, has_aux=True)
-  count = batch['tokens'].shape[0]
-  if count == 1:
-    only = jax.tree.map(lambda x: x[0], batch)
-    grads, (sums, stats) = grad(params, only, state, config)
-    return grads, sums, stats
 
-  def step(carry, micro_batch):
+  def one(micro_batch):
     grads, (sums, stats) = grad(params, micro_batch, state, config)
-    sums = jax.tree.map(jnp.add, carry[:2], (grads, sums))
-    return (*sums, router.combine(carry[2], stats)), None
+    return (grads, sums), stats
 
-  first = jax.tree.map(lambda x: x[0], batch)
-  grads, (sums, stats) = jax.eval_shape(
-    lambda *args: grad(*args, config), params, first, state
+  def add(first, second):
+    sums = jax.tree.map(jnp.add, first[0], second[0])
+    return sums, router.combine(first[1], second[1])
+
+  (grads, sums), stats = _over_micro_batches(one, batch, add)
+  return grads, sums, stats
+
+
+def observe(
+  params: Any, batch: Batch, state: RouterState, config: TrainConfig
+) -> tuple[RouterStats, Metrics]:
+  """What a step would observe, reduced, and its balance: forward passes only.
+
+  For `router.warm_start`; the same statistics as those of the training step.
+  """
+  one = lambda micro_batch: _hidden(params, micro_batch, state, config)[1]
+  stats = router.reduce(_over_micro_batches(one, batch, router.combine))
+  return stats, router.metrics(stats)
+
+
+def _hidden(params, batch, state, config):
+  """What the head reads, and the statistics of the routers."""
+  hidden_btd, aux = Model(config.model).apply(
+    {'params': params},
+    batch['tokens'],
+    state,
+    batch['segment_ids'],
+    observe=True,
+    method='hidden',
   )
-  zero = jax.tree.map(sharding.zeros, (grads, sums, stats))
-  carry, _ = jax.lax.scan(step, zero, batch)
-  return carry
+  return hidden_btd, aux.router
+
+
+def _over_micro_batches(function, batch: Batch, add):
+  """The sum, by `add`, of `function` over the micro-batches."""
+  first = jax.tree.map(lambda x: x[0], batch)
+  if batch['tokens'].shape[0] == 1:
+    return function(first)
+  zero = jax.tree.map(sharding.zeros, jax.eval_shape(function, first))
+  step = lambda total, micro_batch: (add(total, function(micro_batch)), None)
+  return jax.lax.scan(step, zero, batch)[0]
 
 
 def make_train_step(
@@ -94,8 +115,9 @@ def make_train_step(
   """The training step, to be jitted with the state donated.
 
   The loss is the mean over the step's tokens, whatever the micro-batches. A
-  step whose gradient is not finite changes nothing but the step count: the
-  parameters, the optimizer and the router keep their state.
+  step whose gradient is not finite changes nothing but the step count, which
+  the learning rate follows: the parameters, the moments and the router keep
+  their state.
   """
 
   def train_step(state: TrainState, batch: Batch):
@@ -111,11 +133,7 @@ def make_train_step(
       router=router.solve(state.router, stats, config.model.router),
     )
     finite = jnp.isfinite(norm)
-    new = jax.tree.map(
-      lambda new, old: jnp.where(finite, new, old),
-      new.replace(key=None),
-      state.replace(key=None),
-    )
+    new = _choose(finite, new.replace(key=None), state.replace(key=None))
     metrics = {
       'loss': sums.loss / tokens,
       'z_loss': sums.z / tokens,
@@ -128,3 +146,15 @@ def make_train_step(
     return new.replace(step=state.step + 1, key=state.key), metrics
 
   return train_step
+
+
+def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
+  """`new` where finite, else `old`; schedules count skipped steps too."""
+  counts = lambda x: isinstance(x, optax.ScaleByScheduleState)
+
+  def choose(new, old):
+    if counts(new):
+      return new
+    return jnp.where(finite, new, old)
+
+  return jax.tree.map(choose, new, old, is_leaf=counts)

@@ -52,6 +52,11 @@ STAGE = dict(context=128, batch=2, steps=3)
     ),
     (dict(), ValueError, 'stages is empty'),
     (
+      dict(stages=[STAGE], model=dict(router=dict(warm_start=-1))),
+      ValueError,
+      'router.warm_start=-1 is negative.*or 0',
+    ),
+    (
       dict(stages=[STAGE], model=dict(mla_layers=[9])),
       ValueError,
       r'names layers \[9\].*numbered 1 to 8',

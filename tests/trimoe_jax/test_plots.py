@@ -88,6 +88,27 @@ def test_violation_checks_shapes(tmp_path):
     )
 
 
+@pytest.mark.parametrize('largest', [1.1, 5.0, 40.0, 300.0])
+@pytest.mark.parametrize('layers', [3, 92])
+def test_loads_are_a_panel_a_moment(tmp_path, layers, largest):
+  spread = np.array([0.0, 0.2, 0.5, 0.9, 1.1, 1.4, largest])
+  bands = np.tile(spread, (layers, 1))
+  moments = [('cold', bands), ('step 1', bands / 2), ('step 1,000', bands)]
+  numbers = list(range(2, 2 + layers))
+  figure = plots.plot_loads(tmp_path / 'l.png', moments, layers=numbers)
+  check_picture(tmp_path / 'l.png')
+  assert [a.get_title() for a in figure.axes] == [m[0] for m in moments]
+  assert not overlaps(figure, [a.title for a in figure.axes])
+  for axes, (_, wanted) in zip(figure.axes, moments):
+    median = axes.lines[0].get_ydata()
+    np.testing.assert_array_equal(median[:-1], wanted[:, 3])
+    assert axes.get_ylim()[1] > largest
+    assert not overlaps(figure, axes.get_xticklabels())
+  assert not overlaps(figure, figure.axes[0].get_yticklabels())
+  names = [t.get_text() for t in figure.legends[0].get_texts()]
+  assert names == ['all experts', '5 to 95 %', '25 to 75 %', 'median', 'mean']
+
+
 def test_depth_mix_leaves_absent_sources_empty(tmp_path):
   rows = [
     ('1 attn', {'emb': 1.0}),

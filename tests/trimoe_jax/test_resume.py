@@ -72,6 +72,12 @@ def test_killed_in_stage_two_and_stopped_again(whole, small_config, tmp_path):
   assert_bitwise(state, resumed)
   assert records(run, 'step') == records(again, 'step')
   assert records(run, 'eval') == records(again, 'eval')
+  assert records(run, 'warm_start') == records(again, 'warm_start')
+  (warm,) = records(run, 'warm_start')
+  assert np.shape(warm['max_vio']) == (4, 2)
+  first = records(run, 'step')[0]
+  assert np.shape(first['load_bands']) == (2, 7)
+  assert max(first['max_vio']) < max(warm['max_vio'][0])
 
   # The report is made once; a finished run is recognised by it.
   assert not report.is_finished(again)
@@ -79,10 +85,14 @@ def test_killed_in_stage_two_and_stopped_again(whole, small_config, tmp_path):
   assert report.is_finished(again)
   text = again.report_path.read_text()
   assert text.count('| 64 |') == 1 and text.count('| 128 |') == 1
+  balance = text[text.index('## Balance') : text.index('## Figures')]
+  assert '| layer | MaxVio: cold | MaxVio: step 1 | end |' in balance
+  assert balance.count('\n| 2 |') == balance.count('\n| 3 |') == 1
   pictures = {p.name for p in (again.workdir / 'figures').iterdir()}
   assert pictures == {
     'loss.png',
     'max_vio.png',
+    'loads.png',
     'depth_mix.png',
     'loss_by_position.png',
   }

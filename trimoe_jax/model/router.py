@@ -35,6 +35,9 @@ from trimoe_jax.config import MoeConfig, RouterConfig
 # Bins of the 'log_edges' estimator: 16 edges on either side of the bias.
 LOG_BINS = 33
 
+# Shares of the experts at which `metrics` tells the load.
+LOAD_BANDS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
 # Largest distance of a required bias from the biases: sigmoid scores lie in
 # (0, 1), so nothing is clamped. Logits are unbounded; rows whose logits spread
 # further land in the outermost bins and are reached over several steps.
@@ -259,13 +262,16 @@ def warm_start(
 
   Args:
     state: usually `init_state`'s.
-    observe: statistics of one batch under a state, a forward pass without
-      gradient; jit it. It may draw a new batch at every call.
-    config: as in training.
+    observe: statistics of one step under a state, reduced, by a forward pass
+      without gradient; jit it. It may draw a new batch at every call.
+    config: as in training, but for `ema`: an average would hold on to the
+      cold bias.
     steps: number of solves.
   """
+  config = dataclasses.replace(config, ema=0.0)
+  solve_once = jax.jit(solve, static_argnums=2)
   for _ in range(steps):
-    state = solve(state, observe(state), config)
+    state = solve_once(state, observe(state), config)
   return state
 
 
@@ -300,7 +306,8 @@ def metrics(stats: RouterStats) -> dict[str, jax.Array]:
   the largest share of the tokens in the bin where an expert's quantile lies,
   and unresolved (int32), the experts for which that bin holds more than their
   whole target load: the bins are too wide for these scores, use more of them,
-  log_edges or the logit space.
+  log_edges or the logit space. load_bands float32 [L, bands] is the load in
+  units of the mean at which LOAD_BANDS of the experts have less or as much.
   """
   load_e = stats.load.astype(jnp.float32)
   mean = jnp.maximum(jnp.mean(load_e, axis=-1), 1e-9)
@@ -310,6 +317,7 @@ def metrics(stats: RouterStats) -> dict[str, jax.Array]:
     'cv': jnp.std(load_e, axis=-1) / mean,
     'dead': jnp.sum(stats.load == 0, axis=-1, dtype=jnp.int32),
     'nonfinite': stats.nonfinite,
+    'load_bands': _bands(load_e) / mean[..., None],
   }
   if stats.dropped is not None:
     copies = jnp.maximum(stats.valid * stats.top_k, 1).astype(jnp.float32)
@@ -323,6 +331,13 @@ def metrics(stats: RouterStats) -> dict[str, jax.Array]:
     wide = inside_e / valid[..., None] > stats.top_k / stats.load.shape[-1]
     found['unresolved'] = jnp.sum(wide, axis=-1, dtype=jnp.int32)
   return found
+
+
+def _bands(load_e: jax.Array) -> jax.Array:
+  """Loads [..., bands] of the experts at LOAD_BANDS, the nearest ranks."""
+  last = load_e.shape[-1] - 1
+  ordered_e = jnp.sort(load_e, axis=-1)
+  return jnp.stack([ordered_e[..., round(b * last)] for b in LOAD_BANDS], -1)
 
 
 def _statistics(state: RouterState, config: RouterConfig):
