@@ -1,4 +1,4 @@
-"""Time of the grouped matmul, against its floor and `jax.lax.ragged_dot`.
+"""Time of the grouped matmul, against its floor and another implementation.
 
 The floor is the larger of the traffic that cannot be avoided over the bandwidth
 of a large copy and the operations over the rate of one large matmul in the same
@@ -7,51 +7,66 @@ dtype, both measured in the same process. The gradient counts three matmuls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.arg_specs import ArgSpec, tagged
 from pallas_kernels.timing import copy_bandwidth, median_seconds
 
 COLUMNS = ('spec', 'pass', 'ms', 'floor_ms', 'times_floor', 'peer_ratio')
+# Matmuls of each pass: of the output, the rows' gradient, the weights' one.
+PASSES = {'forward': 1, 'gradient': 3, 'rows': 1, 'weights': 1}
 
 
 def run(
   specs: Iterable[ArgSpec] | None = None,
   *,
   implementation: str | None = None,
+  passes: str = 'forward,gradient',
+  peer: str | None = 'ragged_dot',
   repeats: int = 10,
 ) -> list[dict[str, float | str]]:
-  """Two rows a spec, printed and returned; `peer_ratio` above 1 is faster.
+  """A row for each spec and pass, printed and returned.
 
   Args:
     specs: None takes those tagged 'bench'.
     implementation: as for `grouped_matmul`.
+    passes: 'forward', 'gradient' (with the forward pass), 'rows' or 'weights'
+      (one gradient alone), by commas.
+    peer: 'ragged_dot' for `jax.lax.ragged_dot`, dense on GPUs, or another
+      implementation, or None; `peer_ratio` above 1 means it is slower.
     repeats: timed calls, of which the median is reported.
+
+  Raises:
+    ValueError: an unknown pass.
   """
+  unknown = set(passes.split(',')) - set(PASSES)
+  if unknown:
+    raise ValueError(f'passes={passes!r}; choose from {sorted(PASSES)}.')
   specs = tagged('bench') if specs is None else tuple(specs)
   bandwidth = copy_bandwidth(repeats)
   rates = {dtype: matmul_rate(dtype) for dtype in {s.dtype for s in specs}}
-  ours = lambda *arguments: grouped_matmul(
-    *arguments, implementation=implementation
-  )
   print(' '.join(f'{name:>12}' for name in COLUMNS))
   rows = []
   for spec in specs:
-    for kind, passes in (('forward', 1), ('gradient', 3)):
-      floor = max(
-        passes * traffic(spec) / bandwidth,
-        passes * operations(spec) / rates[spec.dtype],
+    arrays = _arrays(spec)
+    for kind in passes.split(','):
+      work = operations(spec) / rates[spec.dtype], traffic(spec) / bandwidth
+      floor = PASSES[kind] * max(work)
+      timed = functools.partial(
+        _seconds, arrays=arrays, kind=kind, floor=floor, repeats=repeats
       )
-      seconds = _seconds(ours, spec, kind, repeats)
-      peer = _seconds(jax.lax.ragged_dot, spec, kind, repeats)
-      values = seconds * 1e3, floor * 1e3, seconds / floor, peer / seconds
+      seconds = timed(_named(implementation))
+      ratio = timed(_peer(peer)) / seconds if peer else float('nan')
+      values = seconds * 1e3, floor * 1e3, seconds / floor, ratio
       rows.append(dict(zip(COLUMNS, (spec.name, kind, *values))))
       cells = ' '.join(f'{value:12.3f}' for value in values)
-      print(f'{spec.name:>12} {kind:>12} {cells}')
+      print(f'{spec.name:>12} {kind:>12} {cells}', flush=True)
   return rows
 
 
@@ -68,18 +83,43 @@ def operations(spec: ArgSpec) -> int:
   return 2 * int(spec.group_sizes().sum()) * spec.width * spec.out_width
 
 
-def matmul_rate(dtype: str, size: int = 1024) -> float:
+def matmul_rate(dtype: str) -> float:
   """Operations a second of one square matmul here."""
-  x = jnp.ones((size, size), dtype)
+  size = 1024 if dispatch.device_kind() == 'cpu' else 8192
+  x = jax.random.normal(jax.random.key(0), (size, size), jnp.dtype(dtype))
   return 2 * size**3 / median_seconds(jax.jit(jnp.matmul), x, x, repeats=5)
 
 
-def _seconds(function, spec, kind, repeats):
-  lhs, rhs, group_sizes = spec.arguments()
+def _named(implementation: str | None) -> Callable:
+  return functools.partial(grouped_matmul, implementation=implementation)
 
-  def gradient(lhs, rhs, group_sizes):
-    out, pull = jax.vjp(lambda x, w: function(x, w, group_sizes), lhs, rhs)
-    return out, pull(jnp.ones_like(out))
 
-  timed = jax.jit(function if kind == 'forward' else gradient)
-  return median_seconds(timed, lhs, rhs, group_sizes, repeats=repeats)
+def _peer(name: str) -> Callable:
+  return jax.lax.ragged_dot if name == 'ragged_dot' else _named(name)
+
+
+def _arrays(spec: ArgSpec):
+  lhs, rhs, sizes = spec.arguments()
+  shape = spec.rows, spec.out_width
+  return lhs, rhs, sizes, jax.random.normal(jax.random.key(1), shape, lhs.dtype)
+
+
+def _pass(function, kind, lhs, rhs, sizes, cotangent):
+  if kind == 'forward':
+    return function(lhs, rhs, sizes)
+  out, pull = jax.vjp(lambda x, w: function(x, w, sizes), lhs, rhs)
+  dlhs, drhs = pull(cotangent)
+  return {'rows': dlhs, 'weights': drhs, 'gradient': (out, dlhs, drhs)}[kind]
+
+
+def _seconds(function, *, arrays, kind, floor, repeats):
+  """Median of a call; short ones are queued several at a time."""
+  queued = max(1, min(20, int(2e-3 / floor)))
+  once = jax.jit(functools.partial(_pass, function, kind))
+
+  def burst(*arrays):
+    for _ in range(queued):
+      out = once(*arrays)
+    return out
+
+  return median_seconds(burst, *arrays, repeats=repeats) / queued
