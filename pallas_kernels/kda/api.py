@@ -5,6 +5,8 @@ Legend: b batch, t time, h heads, k key width, v value width.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -270,21 +272,27 @@ def affine_summary(
   if name == 'mosaic_tpu' and k.shape[1]:
     arguments = kda_inputs.equally_varying((raw, segment_ids))
     return mosaic_tpu.affine_summary(*arguments, settings)
+  run = functools.partial(
+    kda,
+    k,
+    k,
+    gate=gate,
+    beta=beta,
+    a_log=a_log,
+    dt_bias=dt_bias,
+    segment_ids=segment_ids,
+    implementation=name,
+    **options,
+  )
   key_dim, value_dim = k.shape[-1], v.shape[-1]
+  if name == 'mosaic_gpu':  # its values are at most 128 wide
+    none = jnp.zeros((*v.shape[:3], key_dim), v.dtype)
+    zeros_bhkk = kda_inputs.zero_state(raw._replace(v=none))
+    identity = zeros_bhkk + jnp.eye(key_dim, dtype=zeros_bhkk.dtype)
+    return run(v=none, initial_state=identity)[1], run(v=v)[1]
   padded = jnp.pad(v, [(0, 0)] * 3 + [(0, key_dim)])
   zeros_bhkv = kda_inputs.zero_state(raw._replace(v=padded))
   column = jnp.arange(value_dim + key_dim) - value_dim
   identity = (column == jnp.arange(key_dim)[:, None]).astype(zeros_bhkv.dtype)
-  _, state = kda(
-    *raw[:2],
-    padded,
-    gate,
-    beta,
-    a_log=a_log,
-    dt_bias=dt_bias,
-    segment_ids=segment_ids,
-    initial_state=zeros_bhkv + identity,
-    implementation=name,
-    **options,
-  )
+  _, state = run(v=padded, initial_state=zeros_bhkv + identity)
   return state[..., value_dim:], state[..., :value_dim]

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import testing
-from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import (
+  affine_summary,
+  kda,
   mosaic_gpu,
   mosaic_gpu_flags,
   mosaic_gpu_gradient,
@@ -25,6 +26,7 @@ from pallas_kernels.kda import (
   mosaic_gpu_scan,
   reference,
 )
+from pallas_kernels.kda import inputs as kda_inputs
 
 CHUNK = 64
 NAMES = ('q', 'k', 'v', 'gate', 'beta', 'a_log', 'dt_bias', 'initial_state')
@@ -379,6 +381,17 @@ def packed_ids(length):
 def test_states_kept_of_documents_and_grouped_heads(plain):
   ids = packed_ids(150)
   check_plain((2, 150, 2, 64, 128), ids, key_heads=1, save='state')
+
+
+def test_affine_summary(plain):
+  """Its two parts together are wider than the kernels' values."""
+  args = arguments((1, 64, 2, 128, 128))
+  state = args.pop('initial_state')
+  named = {n: x for n, x in args.items() if n != 'q'}
+  transition, offset = affine_summary(**named, implementation='mosaic_gpu')
+  _, want = kda(**args, initial_state=state, implementation='mosaic_gpu')
+  moved = jnp.einsum('bhkl,bhlv->bhkv', transition, state)
+  assert testing.relative_rms(moved + offset, want) < 5e-3
 
 
 run = jax.jit(
