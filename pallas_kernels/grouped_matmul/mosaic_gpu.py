@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import mosaic_gpu_ring as ring
 from pallas_kernels.grouped_matmul import mosaic_gpu_rows as rows_kernel
 from pallas_kernels.grouped_matmul import mosaic_gpu_weights as weights_kernel
@@ -29,9 +30,9 @@ def refusal(lhs_gk, rhs_ekn, *, device_kind: str | None = None) -> str | None:
     device_kind: as in `jax.Device.device_kind`; the default device if None.
   """
   if device_kind is None:
-    device = jax.devices()[0]
-    on_gpu = device.platform == 'gpu'
-    device_kind = device.device_kind if on_gpu else device.platform
+    device_kind = dispatch.device_kind()
+    if device_kind == 'gpu':
+      device_kind = jax.devices()[0].device_kind
   if not any(name in device_kind for name in _HOPPER):
     return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
   if lhs_gk.dtype != jnp.bfloat16:

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tpu_schedule
 from pallas_kernels.grouped_matmul import (
   arg_specs,
   grouped_matmul,
+  libraries,
   mosaic_gpu,
   mosaic_gpu_ring,
   mosaic_gpu_rows,
@@ -93,7 +95,8 @@ def test_forward_and_gradients_lower(spec):
   sizes = jax.ShapeDtypeStruct((spec.groups,), jnp.int32)
   cotangent = jax.ShapeDtypeStruct((spec.rows, spec.out_width), lhs.dtype)
   lower = jax.export.export(jax.jit(outputs_and_gradients), platforms=['cuda'])
-  lower((lhs, rhs), sizes, cotangent)
+  program = lower((lhs, rhs), sizes, cotangent).mlir_module()
+  assert program.count('custom_call @mosaic_gpu') == 3
 
 
 @pytest.mark.parametrize('transposed', (False, True))
@@ -105,7 +108,9 @@ def test_pairs_of_thread_blocks_lower(by_rows, transposed):
   lhs, rhs = shapes(width=512, out_width=512)
   sizes = jax.ShapeDtypeStruct((7,), jnp.int32)
   run = functools.partial(mosaic_gpu_rows.multiply, plan=plan)
-  jax.export.export(jax.jit(run), platforms=['cuda'])(lhs, rhs, sizes)
+  lower = jax.export.export(jax.jit(run), platforms=['cuda'])
+  program = lower(lhs, rhs, sizes).mlir_module()
+  assert program.count('custom_call @mosaic_gpu') == 1
 
 
 @functools.partial(jax.jit, static_argnames='implementation')
@@ -215,3 +220,30 @@ def test_libraries(implementation):
     arg_specs.ArgSpec('library', 1024, 4, 256, 128, 'sparse', tail=40),
     implementation,
   )
+
+
+@pytest.mark.gpu
+def test_no_temporary_of_groups_times_rows():
+  rows, width, out_width = 65536, 384, 336
+  lhs, rhs = shapes(rows, 128, width, out_width)
+  sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
+  cotangent = jax.ShapeDtypeStruct((rows, out_width), lhs.dtype)
+  both = outputs_and_gradients.lower((lhs, rhs), sizes, cotangent)
+  assert both.compile().memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.tpu_compile
+def test_libtpu_makes_no_temporary_of_groups_times_rows():
+  rows, groups, width, out_width = 2048, 16, 128, 128
+  lhs, rhs = shapes(rows, groups, width, out_width)
+  sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+  cotangent = jax.ShapeDtypeStruct((rows, out_width), lhs.dtype)
+
+  def run(lhs, rhs, sizes, cotangent):
+    multiply = functools.partial(libraries.grouped_matmul, 'ragged_dot')
+    out, pull = jax.vjp(lambda x, w: multiply(x, w, sizes), lhs, rhs)
+    return out, pull(cotangent)
+
+  schedule = tpu_schedule.compile_for('v6e', run, lhs, rhs, sizes, cotangent)
+  # A few copies of the rows; an array with a group axis would have 16 times.
+  assert schedule.temporary_bytes < 4 * rows * width * 2
