@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 PROCESSORS = 132
-DEPTH = 64  # of one stage along the summed axis
+DEPTH = 64  # of one stage along a summed axis of columns
 ALIGNMENT = 8  # rows, from where bulk copies can start
 WORKERS = 2  # computing warpgroups
 PAIR = 'pair'  # the axis of thread blocks that work together
@@ -39,6 +39,7 @@ class Plan:
     swizzle: bytes of 32, 64 or 128; both widths must be multiples of it.
     pairs: two thread blocks, one tile right of the other, share copies.
     transposed: matrices are [E, N, K].
+    depth: of one stage where rows are summed, a multiple of swizzle / 2.
   """
 
   rows: int
@@ -48,6 +49,7 @@ class Plan:
   swizzle: int = 128
   pairs: bool = False
   transposed: bool = False
+  depth: int = 64
 
   @property
   def blocks(self) -> int:

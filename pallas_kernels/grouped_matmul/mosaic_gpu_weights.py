@@ -2,8 +2,8 @@
 
     out_e = sum over the rows g of group e of lhs_g^T dout_g
 
-The summed axis is the ragged one. A stage holds 64 rows from the group's first,
-rounded down to 8; rows of it that belong to another group are set to zero in
+The summed axis is the ragged one. Stages hold rows from the group's first on,
+rounded down to 8; rows of them that belong to another group are set to zero in
 shared memory, on both sides, so that what they hold, NaN included, stays out.
 An empty group is a tile without products: exact zeros are stored.
 
@@ -26,12 +26,12 @@ from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels.grouped_matmul import mosaic_gpu_ring as ring
 from pallas_kernels.grouped_matmul import mosaic_gpu_store as store
-from pallas_kernels.grouped_matmul.mosaic_gpu_ring import ALIGNMENT, DEPTH
+from pallas_kernels.grouped_matmul.mosaic_gpu_ring import ALIGNMENT
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 
 
 def _clear(plan: ring.Plan, tile, first, last):
-  """Sets rows outside [first, last) of a [64, columns] tile to zero.
+  """Sets rows outside [first, last) of a [depth, columns] tile to zero.
 
   All columns of it, by each warpgroup that calls: two of them write the same.
   """
@@ -41,7 +41,7 @@ def _clear(plan: ring.Plan, tile, first, last):
   @plgpu.inline_mgpu(arg_types=(tiled, (scalar, scalar)))
   def emit(ctx, tile, bounds):
     del ctx
-    _emit_clear(plan.swizzle, tile, [x.registers.item() for x in bounds])
+    _emit_clear(plan, tile, [x.registers.item() for x in bounds])
     nvvm.fence_proxy(
       nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta
     )
@@ -50,9 +50,9 @@ def _clear(plan: ring.Plan, tile, first, last):
   emit(tile, (first, last))
 
 
-def _emit_clear(swizzle: int, tile, bounds):
+def _emit_clear(plan: ring.Plan, tile, bounds):
   """Eight lanes write 128 bytes of a row, in blocks of 8 rows by `swizzle`."""
-  blocks = ir.MemRefType(tile.type).shape[1]
+  swizzle, blocks = plan.swizzle, ir.MemRefType(tile.type).shape[1]
   block, pieces = 8 * swizzle, swizzle // 16
   thread = warp.bit_and(utils.thread_idx(), 127)
   lane, low = warp.bit_and(thread, 7), warp.shift_right(thread, 3)
@@ -60,7 +60,7 @@ def _emit_clear(swizzle: int, tile, bounds):
   across = warp.times(warp.shift_right(lane, pieces.bit_length() - 1), block)
   base = warp.add(warp.shared_address(tile), warp.add(across, piece))
   nothing = [warp.word(0)] * 4
-  for i in range(DEPTH // 16):
+  for i in range(plan.depth // 16):
     row = warp.add(low, 16 * i)
     outside = arith.ori(
       warp.compare(row, 'slt', bounds[0]), warp.compare(row, 'sge', bounds[1])
@@ -96,13 +96,15 @@ def _work(plan: ring.Plan, bounds, outer, inner) -> ring.Work:
     n = n * plan.blocks + lax.axis_index(ring.PAIR)
     low, high = start[group], end[group]
     first = lax.div(low, ALIGNMENT) * ALIGNMENT
-    steps = lax.div(high - first + DEPTH - 1, DEPTH)
+    steps = lax.div(high - first + plan.depth - 1, plan.depth)
     steps = jnp.where(high > low, steps, 0)
     corner = m * plan.rows, n * plan.columns
     return _Place(group, *corner, first, low, high, steps)
 
   def copies(at, k, slot):
-    rows = pl.ds(pl.multiple_of(at.first + k * DEPTH, ALIGNMENT), DEPTH)
+    rows = pl.ds(
+      pl.multiple_of(at.first + k * plan.depth, ALIGNMENT), plan.depth
+    )
     shared = ring.PAIR if plan.pairs else None
     columns = pl.ds(pl.multiple_of(at.row, plan.rows), plan.rows)
     yield lhs.at[rows, columns], inner[0].at[slot], shared
@@ -110,10 +112,10 @@ def _work(plan: ring.Plan, bounds, outer, inner) -> ring.Work:
     yield rhs.at[rows, columns], inner[1].at[slot], None
 
   def multiply(at, k, slot, acc):
-    first = at.first + k * DEPTH
+    first = at.first + k * plan.depth
     tiles = [tile.at[slot] for tile in inner]
 
-    @pl.when((first < at.start) | (first + DEPTH > at.end))
+    @pl.when((first < at.start) | (first + plan.depth > at.end))
     def _():
       for tile in tiles:
         _clear(plan, tile, at.start - first, at.end - first)
@@ -149,6 +151,6 @@ def multiply(lhs_gk, dout_gn, group_sizes_e, plan: ring.Plan, dtype):
     functools.partial(_body, plan),
     name='grouped_matmul_weights',
     out=jax.ShapeDtypeStruct((groups, width, out_width), dtype),
-    tiles=((DEPTH, plan.rows), (DEPTH, plan.columns)),
+    tiles=((plan.depth, plan.rows), (plan.depth, plan.columns)),
   )
   return kernel(start_e, end_e, lhs_gk, dout_gn)
