@@ -27,6 +27,10 @@ from trimoe_jax.model.parameters import (
 )
 from trimoe_jax.parallel import context
 
+# What the recurrence keeps for its gradient. States spare a second pass over
+# them; everything is kept where it lives no longer than the layer's gradient.
+_SAVE = {'none': 'state', 'block': 'state', 'full': 'state_and_t'}
+
 CACHE_AXES = {
   'state': ('batch', 'heads', None, None),
   'query_tail': ('batch', None, 'heads', None),
@@ -163,7 +167,7 @@ def _chunks(tokens, inputs, segment_ids, state_bhkv, config: ModelConfig):
     initial_state=state_bhkv,
     segment_ids=segment_ids,
     chunk_size=config.kda.chunk_size,
-    save='state',  # one state for several chunks, spares a second state pass
+    save=_SAVE[config.remat],
     implementation=config.kda.implementation,
   )
 
