@@ -5,7 +5,8 @@ Legend: t token, e expert, n bin, s slice, i edge.
 A thread block counts a group of experts over a slice of the tokens: the
 histograms of 56 experts with 1000 bins fill the shared memory of a processor.
 Adding integers in shared memory is one instruction; the same additions in
-global memory would be eight times slower. Slices add up in global memory, a row at a time.
+global memory would be eight times slower. Slices add up in global memory, where
+neighbours go together.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
 
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 from pallas_kernels.kda.mosaic_gpu_warp import Real, Word
@@ -25,7 +27,6 @@ from pallas_kernels.quantile_router import statistics as stat
 
 PROCESSORS = 132
 SHARED_BYTES = 224 * 1024
-_THREADS = 128
 
 
 class Plan(NamedTuple):
@@ -59,8 +60,13 @@ class Plan(NamedTuple):
     return 4 * (self.num_bins + self.pitch + (self.edges > 0))
 
   @property
+  def threads(self) -> int:
+    return 128 * self.warpgroups
+
+  @property
   def groups(self) -> int:
     most = SHARED_BYTES // (self.expert_bytes * self.width)
+    most = min(most, self.threads)
     return -(-self.experts // (most * self.width)) if most else 0
 
   @property
@@ -68,6 +74,16 @@ class Plan(NamedTuple):
     """Experts of a thread block."""
     vectors = -(-self.experts // (self.groups * self.width))
     return vectors * self.width
+
+  @property
+  def across(self) -> int:
+    """Threads side by side in a token."""
+    return self.group // self.width
+
+  @property
+  def down(self) -> int:
+    """Tokens that the threads of a block take at once."""
+    return self.threads // self.across
 
   @property
   def slices(self) -> int:
@@ -94,12 +110,23 @@ class Place(NamedTuple):
   bias: Word | None
 
 
-class Vector(NamedTuple):
-  """Neighbouring experts of one token; `inner` is the first in the group."""
+class Column(NamedTuple):
+  """Neighbouring experts, a thread's own for all tokens that it takes."""
+
+  logits: ir.Value  # global addresses, of the first token
+  bound: ir.Value
+  left: Word  # tokens from the first one on
+  counts: Word  # shared addresses, of the first expert
+  edges: Word | None
+  centres: list[Real]
+  numbers: list[Real]
+
+
+class Token(NamedTuple):
+  """What a thread reads of one token."""
 
   logits: list[Real]
   bound: Real
-  inner: Word
   counts: Word
 
 
@@ -194,29 +221,66 @@ def _emit(plan: Plan, pointers, place: Place):
   if plan.edges:
     _copy_edges(plan, pointers, place)
   lane_code.wait_for_block()
-  vectors = plan.rows * (plan.group // plan.width)
-  step = _THREADS * plan.warpgroups
-  numbers = [
-    x for n in (0, 16) for x in warp.load_global(pointers['parameters'], n, 4)
-  ]
+  own = _column(plan, pointers, place)
 
   def several(i):
-    first = warp.add(warp.times(i, step * plan.unroll), place.thread)
-    at = [warp.add(first, step * u) for u in range(plan.unroll)]
-    loaded = [_load(plan, pointers, place, n) for n in at]
-    scores = _scores(plan, [x for vector in loaded for x in vector.logits])
-    for i, vector in enumerate(loaded):
-      own = scores[i * plan.width : (i + 1) * plan.width]
-      _count(plan, place, vector._replace(logits=own), numbers)
+    first = warp.times(i, plan.down * plan.unroll)
+    rows = [warp.add(first, plan.down * u) for u in range(plan.unroll)]
+    loaded = [_load(plan, own, row) for row in rows]
+    scores = _scores(plan, [x for tokens in loaded for x in tokens.logits])
+    for n, token in enumerate(loaded):
+      ours = scores[n * plan.width : (n + 1) * plan.width]
+      _count(plan, own, token._replace(logits=ours))
 
-  warp.repeat(-(-vectors // (step * plan.unroll)), several)
+  warp.repeat(-(-plan.rows // (plan.down * plan.unroll)), several)
   lane_code.wait_for_block()
   _add(plan, pointers['out'], place)
 
 
+def _column(plan: Plan, pointers, place: Place) -> Column:
+  """The experts of this thread, the same for all its tokens."""
+  inner = warp.times(lane_code.remainder(place.thread, plan.across), plan.width)
+  row = lane_code.quotient(place.thread, plan.across)
+  expert = warp.add(place.first_expert, inner)
+  exists = warp.both(
+    warp.compare(row, 'slt', plan.down),
+    warp.compare(expert, 'slt', plan.experts),
+  )
+  # A thread without experts reads others and counts nothing.
+  expert = warp.where(exists, expert, warp.word(0))
+  token = warp.add(place.first_token, row)
+  left = lane_code.difference(warp.word(plan.rows), row)
+  inside = lane_code.difference(warp.word(plan.tokens), token)
+  left = warp.where(warp.compare(left, 'slt', inside), left, inside)
+  left = warp.where(exists, left, warp.word(0))
+  token = warp.where(warp.compare(left, 'sgt', 0), token, warp.word(0))
+  start = lane_code.row_address(
+    pointers['logits'], token, plan.experts * plan.item
+  )
+  counts = warp.add(place.counts, warp.times(inner, 4 * plan.num_bins))
+  edges, centres = None, []
+  if not plan.edges:
+    counts = warp.add(counts, -(4 * lane_code.FLOOR_BITS % 2**32))
+  else:
+    edges = warp.add(place.edges, warp.times(inner, 4 * plan.pitch))
+    bias = warp.add(place.bias, warp.shift_left(inner, 2))
+    centres = warp.load_real(bias, 0, plan.width)
+  return Column(
+    warp.advance(start, warp.times(expert, plan.item)),
+    lane_code.row_address(pointers['bound'], token, 4),
+    left,
+    counts,
+    edges,
+    centres,
+    [
+      x for n in (0, 16) for x in warp.load_global(pointers['parameters'], n, 4)
+    ],
+  )
+
+
 def _each(plan: Plan, total: int, thread: Word, body):
   """Calls body(n, n < total) for this thread's share of 0 .. total - 1."""
-  step = _THREADS * plan.warpgroups
+  step = plan.threads
 
   def one(i):
     n = warp.add(warp.times(i, step), thread)
@@ -260,30 +324,15 @@ def _copy_edges(plan: Plan, pointers, place: Place):
   copy('edges', plan.edges, place.edges)
 
 
-def _load(plan: Plan, pointers, place: Place, n: Word) -> Vector:
-  across = plan.group // plan.width
-  row = lane_code.quotient(n, across)
-  inner = warp.times(lane_code.remainder(n, across), plan.width)
-  token = warp.add(place.first_token, row)
-  expert = warp.add(place.first_expert, inner)
-  exists = warp.both(
-    warp.both(
-      warp.compare(row, 'slt', plan.rows),
-      warp.compare(token, 'slt', plan.tokens),
-    ),
-    warp.compare(expert, 'slt', plan.experts),
-  )
-  token = warp.where(exists, token, warp.word(0))
-  expert = warp.where(exists, expert, warp.word(0))
-  bound_at = lane_code.row_address(pointers['bound'], token, 4)
-  (bound,) = warp.load_global(bound_at, 0, 1)
-  start = lane_code.row_address(
-    pointers['logits'], token, plan.experts * plan.item
-  )
-  address = warp.advance(start, warp.times(expert, plan.item))
+def _load(plan: Plan, own: Column, row: Word) -> Token:
+  """The token `row` below the thread's first one."""
+  exists = warp.compare(row, 'slt', own.left)
+  row = warp.where(exists, row, warp.word(0))
+  (bound,) = warp.load_global(lane_code.row_address(own.bound, row, 4), 0, 1)
+  address = lane_code.row_address(own.logits, row, plan.experts * plan.item)
   logits = lane_code.load_bytes(address, plan.width, plan.dtype)
   counts = warp.both(exists, lane_code.equal(bound, bound))
-  return Vector(logits, bound, inner, counts)
+  return Token(logits, bound, counts)
 
 
 def _scores(plan: Plan, logits) -> list[Real]:
@@ -298,32 +347,28 @@ def _scores(plan: Plan, logits) -> list[Real]:
   )
 
 
-def _count(plan: Plan, place: Place, vector: Vector, numbers):
-  amount = warp.where(vector.counts, warp.word(1), warp.word(0))
-  row = warp.add(place.counts, warp.times(vector.inner, 4 * plan.num_bins))
-  centres = []
-  if plan.edges:
-    edges = warp.add(place.edges, warp.times(vector.inner, 4 * plan.pitch))
-    bias = warp.add(place.bias, warp.shift_left(vector.inner, 2))
-    centres = warp.load_real(bias, 0, plan.width)
-  for i, score in enumerate(vector.logits):
-    margin = vector.bound - score
+def _count(plan: Plan, own: Column, token: Token):
+  amount = warp.where(token.counts, warp.word(1), warp.word(0))
+  for i, score in enumerate(token.logits):
+    margin = token.bound - score
     if plan.edges:
-      beside = centres[i], warp.add(edges, i * plan.pitch * 4), vector.counts
-      number = _edges_below(plan, margin, beside, numbers)
+      edges = warp.add(own.edges, i * plan.pitch * 4)
+      beside = own.centres[i], edges, token.counts
+      number = _edges_below(plan, margin, beside, own.numbers)
     else:
-      number = _uniform_bin(plan, margin, numbers)
-    address = warp.add(row, warp.shift_left(number, 2))
+      number = _uniform_bin(plan, margin, own.numbers)
+    address = warp.add(own.counts, warp.shift_left(number, 2))
     address = warp.add(address, i * 4 * plan.num_bins)
     lane_code.add_shared(address, amount)
 
 
 def _uniform_bin(plan: Plan, margin: Real, numbers) -> Word:
+  """The bin, plus FLOOR_BITS."""
   lo, per_unit = numbers[:2]
   position = (margin - lo) * per_unit
   position = lane_code.maximum(position, Real(0.0))
   position = lane_code.minimum(position, Real(float(plan.num_bins - 1)))
-  return lane_code.floor_word(position)
+  return lane_code.floor_bits(position)
 
 
 def _edges_below(plan: Plan, margin: Real, beside, numbers) -> Word:

@@ -33,6 +33,8 @@ _SIGMOID = (
 
 # Below this magnitude the sigmoid needs no care for under- and overflow.
 SMALL = 80.0
+# The bits of 2**23, from which on float32 numbers are whole.
+FLOOR_BITS = 0x4B000000
 
 
 def _f32() -> ir.Type:
@@ -76,12 +78,9 @@ def largest_magnitude(a: Real, b: Real) -> Real:
   )
 
 
-def floor_word(x: Real) -> Word:
-  """floor(x) as an integer, for 0 <= x < 2**23."""
-  ptx = (
-    '{ .reg .f32 y; add.rm.f32 y, $1, 0f4B000000; mov.b32 $0, y;'
-    ' add.s32 $0, $0, -0x4B000000; }'
-  )
+def floor_bits(x: Real) -> Word:
+  """floor(x) + FLOOR_BITS as an integer, for 0 <= x < 2**23."""
+  ptx = '{ .reg .f32 y; add.rm.f32 y, $1, 0f4B000000; mov.b32 $0, y; }'
   return utils.inline_ptx(ptx, x.value, result_types=_i32())
 
 

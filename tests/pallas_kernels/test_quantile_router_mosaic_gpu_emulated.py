@@ -48,6 +48,11 @@ def plain(x):
   return x.value if isinstance(x, Real) else x
 
 
+def wrapped(x):
+  """A word as a signed number; sums of words wrap around."""
+  return np.asarray(x, np.int64).astype(np.int32)
+
+
 def like(x, raw):
   return Real(raw) if isinstance(x, Real) else raw
 
@@ -123,10 +128,10 @@ def instructions(machine: Machine) -> dict:
   return dict(
     Real=Real,
     word=np_int,
-    add=lambda a, b: (a + np.asarray(b, np_int)).astype(np_int),
+    add=lambda a, b: (a + wrapped(b)).astype(np_int),
     times=lambda a, b: (a * np.asarray(b, np_int)).astype(np_int),
     product=lambda a, b: (a * b).astype(np_int),
-    shift_left=lambda a, bits: np.left_shift(a, bits).astype(np_int),
+    shift_left=lambda a, bits: np.left_shift(a, np_int(bits)),
     bit_and=lambda a, b: np.bitwise_and(a, np_int(b)),
     xor=lambda a, b: np.bitwise_xor(a, b),
     fma=lambda a, b, c: Real(plain(a) * plain(b) + plain(c)),
@@ -209,7 +214,7 @@ def lane_instructions(machine: Machine) -> dict:
     maximum=real(np.fmax),
     minimum=real(np.fmin),
     largest_magnitude=magnitude,
-    floor_word=lambda x: np.floor(x.value).astype(np_int),
+    floor_bits=lambda x: (np.floor(x.value) + np_real(2**23)).view(np_int),
     ceiling=real(np.ceil),
     integer=lambda x: x.value.astype(np_int),
     log2_magnitude=real(lambda x: np.log2(np.abs(x))),
