@@ -227,6 +227,22 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+  """`chunks` of layers in one stage of mesh.pipe; more shrink the bubble.
+
+  The bubble is (pipe - 1) / (micro_batches * chunks + pipe - 1) of a step.
+  """
+
+  chunks: int = 1
+
+  def __post_init__(self):
+    if self.chunks < 1:
+      raise ValueError(
+        f'pipeline.chunks={self.chunks}; a stage has at least 1 chunk.'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class EvalConfig:
   """Held-out measurements at the end of a stage, and the sampled text."""
 
@@ -259,6 +275,7 @@ class TrainConfig:
   optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
   loss: LossConfig = dataclasses.field(default_factory=LossConfig)
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+  pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
   eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
   checkpoint: CheckpointConfig = dataclasses.field(
     default_factory=CheckpointConfig
@@ -281,6 +298,7 @@ class TrainConfig:
         "the 'uniform' or 'log_edges' estimator."
       )
     _check_divisible(self)
+    _check_pipeline(self)
 
 
 def _check_divisible(config: TrainConfig):
@@ -304,6 +322,32 @@ def _check_divisible(config: TrainConfig):
         f"{name}={size} is not divisible by the mesh's {axis} ({ways}); "
         f'choose a multiple of {ways} or a smaller mesh.'
       )
+
+
+def _check_pipeline(config: TrainConfig):
+  """Refuses what stages cannot hold, or cannot be kept busy with."""
+  stages, layers = config.mesh.pipe, config.model.layers
+  if stages == 1:
+    return
+  chunks = stages * config.pipeline.chunks
+  if chunks > layers:
+    raise ValueError(
+      f'mesh.pipe={stages} stages of pipeline.chunks={config.pipeline.chunks} '
+      f'are {chunks} chunks of layers and the model has {layers} layers; '
+      f'choose at most {layers} chunks.'
+    )
+  for i, stage in enumerate(config.stages):
+    if stage.micro_batches < stages:
+      raise ValueError(
+        f'stages[{i}].micro_batches={stage.micro_batches} cannot fill '
+        f'mesh.pipe={stages} stages; choose a multiple of {stages}.'
+      )
+  if config.model.router.estimator == 'exact':
+    raise ValueError(
+      "router.estimator='exact' keeps the margins of every token, and stages "
+      "only add statistics up; use the 'uniform' or 'log_edges' estimator, or "
+      'mesh.pipe=1.'
+    )
 
 
 def from_dict(cls: type, values: Mapping[str, Any], path: str = '') -> Any:

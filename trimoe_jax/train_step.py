@@ -20,6 +20,7 @@ from trimoe_jax.model import router
 from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState, RouterStats
 from trimoe_jax.optim import clip_by_global_norm
+from trimoe_jax.parallel import pipeline
 from trimoe_jax.train_state import TrainState
 
 # Arrays [micro-batches, B, T]: tokens, targets, segment_ids int32, loss_mask.
@@ -58,6 +59,8 @@ def accumulate(
   params: Any, batch: Batch, state: RouterState, config: TrainConfig
 ) -> tuple[Any, LossSums, RouterStats]:
   """Summed gradients, loss parts and statistics over the micro-batches."""
+  if sharding.axis_size('pipe') > 1:
+    return pipeline.accumulate(params, batch, state, config)
   grad = jax.grad(objective, has_aux=True)
 
   def one(micro_batch):

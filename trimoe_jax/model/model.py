@@ -208,7 +208,7 @@ class Model(nn.Module):
     config = self.config
     if states is None:
       states = router.init_state(config.moe_layers, config.router, config.moe)
-    sources = self._embed(tokens)[None]
+    sources = embed(self.params['embedding'], tokens, config)[None]
     reports, kept, at = [], {}, 0
     for run in layout.block_runs(config):
       own = rows(states, at, run.moe_layers)
@@ -218,9 +218,7 @@ class Model(nn.Module):
       sources, aux, kept[run.name] = run_blocks(run, inputs, sources, shared)
       reports.append(aux)
       at += run.moe_layers
-    h_btd, weights = residual.read_all(
-      self.params['output_mix'], sources, config
-    )
+    h_btd, weights = read_out(self.params, sources, config)
     aux = join(reports)
     if shared.depth:
       aux = aux.replace(
@@ -231,16 +229,28 @@ class Model(nn.Module):
           ]
         )
       )
-    h_btd = rms_norm(h_btd, self.params['final_norm'], config.norm_eps)
     return h_btd, aux, kept
 
-  def _embed(self, tokens):
-    dtype = jnp.dtype(self.config.dtype)
-    embedding_ad = sharding.use(self.params['embedding'], dtype, None, 'embed')
-    if sharding.mesh_is_set():
-      where = sharding.spec(residual.STREAM)
-      return embedding_ad.at[tokens].get(out_sharding=where)
-    return embedding_ad[tokens]
+
+def embed(
+  embedding_ad: jax.Array, tokens: jax.Array, config: ModelConfig
+) -> jax.Array:
+  """The rows of `tokens` [B, T] in the model's dtype: the first source."""
+  embedding_ad = sharding.use(
+    embedding_ad, jnp.dtype(config.dtype), None, 'embed'
+  )
+  if sharding.mesh_is_set():
+    where = sharding.spec(residual.STREAM)
+    return embedding_ad.at[tokens].get(out_sharding=where)
+  return embedding_ad[tokens]
+
+
+def read_out(
+  params: Table, sources_mbtd: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+  """What the head reads of all sources [B, T, d]; the mix's weights."""
+  h_btd, weights = residual.read_all(params['output_mix'], sources_mbtd, config)
+  return rms_norm(h_btd, params['final_norm'], config.norm_eps), weights
 
 
 def _one_block(run, inputs, sources, shared):
