@@ -27,6 +27,7 @@ from pallas_kernels.quantile_router import mosaic_gpu_warp as lane_code
 LANES = 32
 _PAIR = 8  # bytes of a candidate: its score and its expert
 _NONE = 1 << 20  # no expert
+_CHAINS = 4
 
 
 class Plan(NamedTuple):
@@ -225,20 +226,30 @@ def _ranked(plan: Plan, biased, row: Row) -> tuple[Real, Word, Word]:
   level = lane_code.from_lane(
     _sorted_lanes(best, row.lane), warp.word(plan.top_k)
   )
-  count = warp.word(0)
-  for x in biased:
-    count = lane_code.count_if(count, lane_code.at_least(x, level))
+  # Several counters, since each is a chain of dependent additions.
+  counts = [_count_from(level, biased[i::_CHAINS]) for i in range(_CHAINS)]
+  count = lane_code.tree(warp.add, counts)
   before = lane_code.running_sum(count)
   total = lane_code.word_from_lane(before, LANES - 1)
-  start = lane_code.difference(before, count)
+  starts = [lane_code.difference(before, count)]
+  for count in counts[:-1]:
+    starts.append(warp.add(starts[-1], count))
   return tuple(
     lane_code.choose(
       warp.compare(total, 'sle', LANES),
-      lambda: _rank_candidates(plan, biased, row, (level, start, total)),
+      lambda: _rank_candidates(plan, biased, row, (level, starts, total)),
       lambda: _take_best(plan, biased, row.lane),
       (Real, Word, Word),
     )
   )
+
+
+def _count_from(level: Real, values) -> Word:
+  """How many values reach the level."""
+  count = warp.word(0)
+  for x in values:
+    count = lane_code.count_if(count, lane_code.at_least(x, level))
+  return count
 
 
 def _sorted_lanes(x: Real, lane: Word) -> Real:
@@ -266,17 +277,18 @@ def _sorted_lanes(x: Real, lane: Word) -> Real:
 
 def _rank_candidates(plan: Plan, biased, row: Row, found):
   """Ranks of the scores that reach the level, one a lane."""
-  level, start, total = found
+  level, starts, total = found
   lane_code.wait_for_warp()
   own = warp.add(row.pairs, warp.times(row.lane, _PAIR))
   present = warp.compare(row.lane, 'slt', total)
   absent = warp.compare(row.lane, 'sge', total)
   # Comparisons with places that nobody takes must fail.
   warp.store(own, 0, [Real(float('nan'))], predicate=absent)
-  address = warp.add(row.pairs, warp.times(start, _PAIR))
+  free = [warp.add(row.pairs, warp.times(n, _PAIR)) for n in starts]
   for i, x in enumerate(biased):
     pair = x, _expert(plan, i, row.lane)
-    address = lane_code.append_if_at_least(address, pair, level)
+    chain = i % _CHAINS
+    free[chain] = lane_code.append_if_at_least(free[chain], pair, level)
   lane_code.wait_for_warp()
   bits, expert = warp.load(own, 0, 2)
   score = lane_code.as_real(bits)
@@ -296,12 +308,13 @@ def _rank_candidates(plan: Plan, biased, row: Row, found):
 
 def _rank(row: Row, score: Real) -> Word:
   """How many candidates are better than this lane's."""
-  rank = warp.word(0)
+  ranks = [warp.word(0)] * 4
   for i in range(0, LANES, 2):
     one, _, other, _ = warp.load(row.pairs, i * _PAIR, 4)
-    for x in (one, other):
-      rank = lane_code.count_if_greater(rank, lane_code.as_real(x), score)
-  return rank
+    for n, x in ((i % 4, one), (i % 4 + 1, other)):
+      x = lane_code.as_real(x)
+      ranks[n] = lane_code.count_if_greater(ranks[n], x, score)
+  return lane_code.tree(warp.add, ranks)
 
 
 def _settle_ties(row: Row, score: Real, own) -> Word:
