@@ -12,6 +12,7 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from experiments.command_line import parse_flags
 from experiments.configs import as_dict
 from trimoe_jax import loop, report
 from trimoe_jax.config import TrainConfig, from_dict
@@ -44,15 +45,6 @@ class StopOnSignal:
 
   def __call__(self) -> bool:
     return self._name is not None
-
-
-def parse_flags(argv):
-  """Parses flags; an unknown field or a missing file is one line, no trace."""
-  try:
-    return app.parse_flags_with_usage(argv)
-  except (AttributeError, LookupError, OSError, ValueError) as error:
-    text = str(error).replace('\\n', ' ').replace('\\', '').strip("'")
-    sys.exit(f'error: --config: {text}')
 
 
 def main(argv):

@@ -18,9 +18,14 @@ Candidate = tuple[str, str | None]
 
 
 def device_kind() -> str:
-  """'cpu', 'tpu' or 'gpu': where a computation without placement would run."""
-  default = jax.config.jax_default_device
-  platform = getattr(default, 'platform', default) or jax.default_backend()
+  """'cpu', 'tpu' or 'gpu': what a trace is for.
+
+  That is the device of the mesh in context, which may be one that is only
+  compiled for, and without a mesh the default device.
+  """
+  meant = jax.sharding.get_abstract_mesh().abstract_device
+  meant = meant or jax.config.jax_default_device
+  platform = getattr(meant, 'platform', meant) or jax.default_backend()
   return 'gpu' if platform in ('cuda', 'rocm') else platform
 
 

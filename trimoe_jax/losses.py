@@ -52,7 +52,7 @@ def cross_entropy(
     head_da: cast to the dtype of `hidden_btd`; products accumulate in float32.
     targets_bt: int32 next tokens; anything where the mask is 0.
     mask_bt: bool, or float weights.
-    chunk: tokens of the whole batch whose logits exist at once.
+    chunk: tokens whose logits exist at once on a device.
     z_loss: factor of the z-loss (1e-4 is usual); 0 for none.
 
   Returns:
@@ -194,14 +194,18 @@ def _map(f: Callable[..., Any], *chunks: jax.Array) -> Any:
 
 
 def _split(x_bt: jax.Array, chunk: int) -> jax.Array:
-  """[B, T, ...] -> [n, B, c, ...] with c * B at most about `chunk`."""
+  """[B, T, ...] -> [n, B, c, ...]; a device's c * B is at most about `chunk`."""
   batch, time, *rest = x_bt.shape
   count = _chunk_count(x_bt, chunk)
   size = -(-time // count)
   if size * count > time:
     tail = [(0, 0)] * len(rest)
     x_bt = jnp.pad(x_bt, [(0, 0), (0, size * count - time), *tail])
-  return jnp.moveaxis(x_bt.reshape(batch, size, count, *rest), 2, 0)
+  shape = (batch, size, count, *rest)
+  spec = _spec(x_bt)
+  if spec is not None:  # said, because a size of 1 leaves it open
+    spec = jax.P(*spec[:2], None, *spec[2:])
+  return jnp.moveaxis(jax.lax.reshape(x_bt, shape, out_sharding=spec), 2, 0)
 
 
 def _chunk_count(x_bt: jax.Array, chunk: int) -> int:
@@ -212,18 +216,20 @@ def _chunk_count(x_bt: jax.Array, chunk: int) -> int:
   if chunk < 1:
     raise ValueError(f'chunk={chunk} tokens; it must be at least 1.')
   batch, time = x_bt.shape[:2]
-  least = -(-time // max(1, chunk // batch))
-  shards = _shards(x_bt)
+  shards = _shards(x_bt, 1)
+  local = batch // _shards(x_bt, 0)
+  least = -(-time // max(1, shards * chunk // local))
   most = time // shards if shards > 1 else min(2 * least, time)
   even = (n for n in range(least, most + 1) if time % (n * shards) == 0)
   return next(even, most if shards > 1 else least)
 
 
-def _shards(x_bt: jax.Array) -> int:
+def _shards(x_bt: jax.Array, axis: int) -> int:
+  """Devices that an axis is split over."""
   sharding = jax.typeof(x_bt).sharding
   if sharding.mesh.empty:
     return 1
-  names = _mesh_axes(sharding.spec[1])
+  names = _mesh_axes(sharding.spec[axis])
   return math.prod(sharding.mesh.shape[n] for n in names)
 
 

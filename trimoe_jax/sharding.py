@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AXES = ('pipe', 'data', 'context', 'expert', 'tensor')
@@ -75,12 +76,12 @@ def make_mesh(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
       len(devices),
       shape[AXES.index('data')] * (len(devices) // count),
     )
-  return jax.make_mesh(
-    shape,
-    AXES,
-    axis_types=(AxisType.Explicit,) * len(AXES),
-    devices=devices[:count],
+  # An axis may be part of a physical one: 64 of a torus of 8 x 16 x 16.
+  placed = mesh_utils.create_device_mesh(
+    shape, devices[:count], allow_split_physical_axes=True
   )
+  types = (AxisType.Explicit,) * len(AXES)
+  return jax.sharding.Mesh(placed, AXES, axis_types=types)
 
 
 def _too_large(shape: tuple[int, ...], available: int) -> str:

@@ -65,10 +65,10 @@ def create(
 def abstract(
   config: TrainConfig,
   optimizer: optax.GradientTransformation,
-  mesh: jax.sharding.Mesh,
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
 ) -> TrainState:
   """Shapes, dtypes and shardings of the state, without an array."""
-  with jax.set_mesh(mesh):
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     shapes = jax.eval_shape(lambda: init_state(config, optimizer))
 
   def placed(x):
