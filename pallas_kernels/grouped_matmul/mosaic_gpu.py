@@ -87,7 +87,6 @@ def rows_plan(rows: int, shape, *, transposed: bool) -> ring.Plan:
     columns=_columns(width, (256, 128) if few else (256, 192, 128)),
     stages=5 if few else 4,
     by_rows=not few,
-    swizzle=_swizzle(k, n),
     transposed=transposed,
   )
 

@@ -36,7 +36,8 @@ class Plan:
     rows, columns: of the output tile of a thread block.
     stages: of the ring.
     by_rows: the computing warpgroups share the tile by rows, else by columns.
-    swizzle: bytes of 32, 64 or 128; both widths must be multiples of it.
+    swizzle: bytes of 32, 64 or 128; widths of arrays whose tiles are wider must
+      be multiples of it.
     pairs: two thread blocks, one tile right of the other, share copies.
     transposed: matrices are [E, N, K].
     depth: of one stage where rows are summed, a multiple of swizzle / 2.
@@ -69,10 +70,18 @@ class Plan:
     tiling = plgpu.TilingTransform((8, self.swizzle // 2))
     return tiling, plgpu.SwizzleTransform(self.swizzle)
 
-  def tile(self, *shape: int) -> plgpu.SMEM:
-    """A bfloat16 tile for each stage."""
-    shape = self.stages, *shape
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=self.transforms)
+  def tile(self, *shape: int):
+    """A bfloat16 tile for each stage: (to copy to, to multiply).
+
+    Both are views of the same bytes. Copies to tiled memory insist on arrays
+    whose last axis is a whole number of 64 columns. A tile of 64 columns looks
+    the same without tiling, and copies then fill what the array lacks by zeros.
+    """
+    ring = functools.partial(plgpu.SMEM, (self.stages, *shape), jnp.bfloat16)
+    tiled = ring(transforms=self.transforms)
+    if 2 * shape[-1] != self.swizzle:
+      return tiled
+    return plgpu.RefUnion(ring(transforms=self.transforms[1:]), tiled)
 
   def corner(self, row, column):
     """This warpgroup's first row and column of a tile that starts there."""
@@ -184,6 +193,12 @@ def _drain(plan: Plan, empty, total):
   @pl.loop(jnp.maximum(total - plan.stages, 0), total)
   def _(position):
     plgpu.barrier_wait(empty.at[lax.rem(position, plan.stages)])
+
+
+def views(tile) -> tuple:
+  """(To copy to, to multiply) of a `Plan.tile` inside a kernel."""
+  union = tile.ndim == 1  # of bytes
+  return tuple(tile) if union else (tile, tile)
 
 
 def kernel(plan: Plan, body, *, name: str, out, tiles):

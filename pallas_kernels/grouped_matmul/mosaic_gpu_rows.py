@@ -73,7 +73,8 @@ class _Place(NamedTuple):
 
 
 def _work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
-  (lhs, rhs, out), (lhs_smem, rhs_smem) = outer, inner
+  lhs, rhs, out = outer
+  (lhs_in, lhs_smem), (rhs_in, rhs_smem) = map(ring.views, inner)
   across = pl.cdiv(out.shape[1], plan.columns * plan.blocks)
   stages = pl.cdiv(lhs.shape[1], DEPTH)
 
@@ -91,8 +92,8 @@ def _work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
     columns = pl.ds(pl.multiple_of(at.column, plan.columns), plan.columns)
     side = (columns, depth) if plan.transposed else (depth, columns)
     shared = ring.PAIR if plan.pairs else None
-    yield lhs.at[rows, depth], lhs_smem.at[slot], shared
-    yield rhs.at[(at.group, *side)], rhs_smem.at[slot], None
+    yield lhs.at[rows, depth], lhs_in.at[slot], shared
+    yield rhs.at[(at.group, *side)], rhs_in.at[slot], None
 
   def multiply(at, k, slot, acc):
     del at, k
@@ -122,6 +123,10 @@ def multiply(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
   rows = lhs_gk.shape[0]
   width = rhs_ekn.shape[1 if plan.transposed else 2]
   side = DEPTH, plan.columns
+  if not plan.transposed:
+    # Copies of whole columns of blocks; zeros cost less than narrow blocks do.
+    missing = -width % (plan.swizzle // 2)
+    rhs_ekn = jnp.pad(rhs_ekn, ((0, 0), (0, 0), (0, missing)))
   kernel = ring.kernel(
     plan,
     functools.partial(_body, plan),
