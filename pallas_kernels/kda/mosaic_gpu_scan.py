@@ -45,6 +45,7 @@ class Plan:
     initial: an initial state is read, otherwise it is zero.
     masked: rows of V that belong to no token are ignored.
     save_state: the bfloat16 state that enters each chunk is written.
+    skipping: each piece begins at a chunk of its own, `first`.
   """
 
   pieces: int = 1
@@ -54,6 +55,7 @@ class Plan:
   initial: bool = True
   masked: bool = False
   save_state: bool = False
+  skipping: bool = False
 
   @property
   def running(self) -> range:
@@ -61,7 +63,7 @@ class Plan:
     return range(*(self.some or (0, self.pieces)))
 
 
-def _accumulate(*sums):
+def accumulate(*sums):
   """For each (start, left, right): start + left @ right, issued together."""
 
   def body(accumulators):
@@ -73,22 +75,22 @@ def _accumulate(*sums):
   return lax.optimization_barrier(pl.run_state(body)(starts))
 
 
-def _zeros(shape: tuple[int, int]) -> jax.Array:
+def zeros(shape: tuple[int, int]) -> jax.Array:
   return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _TILE)
 
 
-def _load(ref, layout=_TILE) -> jax.Array:
+def load(ref, layout=_TILE) -> jax.Array:
   return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _entering_values(plan: Plan, stage, slot, rows) -> jax.Array:
   """V^T of a chunk, zero where there is no token."""
   if not plan.values:
-    return _zeros((_ROWS, CHUNK))
-  v_vc = _load(stage['values'].at[slot, rows].T).astype(jnp.float32)
+    return zeros((_ROWS, CHUNK))
+  v_vc = load(stage['values'].at[slot, rows].T).astype(jnp.float32)
   if not plan.masked:
     return v_vc
-  flags_c = _load(stage['flags'].at[slot], _PER_COLUMN)
+  flags_c = load(stage['flags'].at[slot], _PER_COLUMN)
   valid_vc = lax.broadcast_in_dim(flags_c & (1 << VALID), v_vc.shape, [1]) != 0
   return jnp.where(valid_vc, v_vc, 0.0)
 
@@ -97,19 +99,19 @@ def _chunk_step(plan: Plan, stage, at, s_vk):
   """One chunk: (O^T or None, the next state). `at`: slot, and row block."""
   slot, rows = at
   left = s_vk.astype(jnp.bfloat16)
-  decay = _load(stage['gamma'].at[slot], _PER_COLUMN)
+  decay = load(stage['gamma'].at[slot], _PER_COLUMN)
   kept_vk = s_vk * lax.broadcast_in_dim(decay, s_vk.shape, [1])
   v_vc = _entering_values(plan, stage, slot, rows)
   sums = [(v_vc, left, stage['minus_key'].at[slot].T)]
   if plan.output:
-    zero = _zeros((_ROWS, CHUNK))
+    zero = zeros((_ROWS, CHUNK))
     sums.append((zero, left, stage['query'].at[slot].T))
-  e_vc, *o_vc = _accumulate(*sums)
+  e_vc, *o_vc = accumulate(*sums)
   left = e_vc.astype(jnp.bfloat16)
   sums = [(kept_vk, left, stage['update'].at[slot])]
   if plan.output:
     sums.append((o_vc[0], left, stage['scores'].at[slot].T))
-  s_vk, *o_vc = _accumulate(*sums)
+  s_vk, *o_vc = accumulate(*sums)
   return (o_vc[0] if plan.output else None), s_vk
 
 
@@ -121,9 +123,9 @@ def _compute(plan: Plan, place, refs):
   rows = lax.axis_index('role')
   own = pl.ds(rows * _ROWS, _ROWS)
   if plan.initial:
-    state = _load(outer['initial'].at[b, head, piece, own])
+    state = load(outer['initial'].at[b, head, piece, own])
   else:
-    state = _zeros((_ROWS, WIDTH))
+    state = zeros((_ROWS, WIDTH))
 
   def step(n, s_vk):
     slot = lax.rem(n, _STAGES)
@@ -231,7 +233,11 @@ def _body(plan: Plan, size: Size, names, *refs):
   piece, b = lax.rem(rest, count), lax.div(rest, count)
   longest = pl.cdiv(size.chunks, plan.pieces)
   first = (piece + plan.running.start) * longest
-  place = (b, head, piece, first, jnp.minimum(longest, size.chunks - first))
+  chunks = jnp.minimum(longest, size.chunks - first)
+  if plan.skipping:
+    skipped = outer['first'][b, head, piece, 0]
+    first, chunks = first + skipped, chunks - skipped
+  place = (b, head, piece, first, chunks)
   role = lax.axis_index('role')
   refs = outer, stage, (full, empty)
 
@@ -274,7 +280,8 @@ def _stages(plan: Plan, groups: int) -> dict:
 def _inputs(arrays: dict[str, jax.Array], plan: Plan, groups: int) -> dict:
   """What the kernel reads, by name."""
   names = [n for n in _stages(plan, groups) if n not in ('out', 'saved')]
-  return {name: arrays[name] for name in names + ['initial'] * plan.initial}
+  names += ['initial'] * plan.initial + ['first'] * plan.skipping
+  return {name: arrays[name] for name in names}
 
 
 def _outputs(arrays, plan: Plan, size: Size) -> dict[str, jax.ShapeDtypeStruct]:
@@ -312,8 +319,9 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
       [B, HV, N * 64, 64] bfloat16; gamma [B, HV, N, 128] float32;
       values [B, T, HV, V] bfloat16, V 64 or 128; flags [B, N * 64] int32 if
       plan.masked; initial [B, HV, P, V, 128] float32 for the P pieces that run,
-      if plan.initial. See `mosaic_gpu_prep` for what they hold. Only what the
-      plan uses is read.
+      if plan.initial; first [B, HV, P, 128] int32, the chunk of its piece to
+      begin with, if plan.skipping. See `mosaic_gpu_prep` for what they hold.
+      Only what the plan uses is read.
     plan: see `Plan`. With several pieces each starts from its own state.
 
   Returns:

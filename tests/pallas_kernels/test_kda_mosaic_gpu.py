@@ -123,7 +123,7 @@ def lower(function, *args):
   [
     ((1, 128, 2, 128, 128), {}, 2),
     ((1, 200, 2, 64, 64), {'key_heads': 1}, 3),
-    ((1, 2048, 2, 128, 128), {}, 4),
+    ((1, 2048, 2, 128, 128), {}, 5),
   ],
 )
 def test_lowers_for_cuda(on_hopper, shape, more, kernels):
@@ -338,6 +338,39 @@ def test_widths_and_grouped_heads(width, value_width, key_heads):
 @pytest.mark.parametrize('pieces', [1, 4])
 def test_pieces_of_a_chain(case, pieces):
   check(arguments((1, 2048, 2, 128, 128), case), pieces=pieces)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('case', ['mixed', 'zero'])
+def test_pieces_from_zero(case):
+  args = arguments((1, 2048, 2, 128, 128), case)
+  args['initial_state'] = jnp.zeros_like(args['initial_state'])
+  want = expected(args)
+  del args['initial_state']
+  for got, x, name in zip(run(**args, pieces=4), want, ('out', 'final_state')):
+    testing.assert_close(got, x, 'kda', name, 'bfloat16')
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('case', ['mixed', 'zero'])
+def test_uneven_pieces_of_narrow_heads(case):
+  """21 chunks in pieces of 6, 6, 6 and 3, the last of them not whole."""
+  check(arguments((2, 1300, 2, 64, 64), case), pieces=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('case', ['mixed', 'zero'])
+def test_pieces_with_documents(case):
+  args = arguments((2, 1280, 2, 128, 128), case)
+  check(args, packed_ids(1280), pieces=4)
+
+
+@pytest.mark.gpu
+def test_pieces_of_a_chain_that_forgets_late():
+  """Only the first chunk of a piece decays, so its map vanishes there."""
+  args = arguments((1, 1280, 2, 128, 128), 'zero')
+  args['gate'] = args['gate'].at[:, 640:704].set(30.0)
+  check(args, pieces=2)
 
 
 def packed_ids(length):

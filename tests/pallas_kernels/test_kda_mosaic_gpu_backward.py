@@ -20,6 +20,7 @@ from pallas_kernels.kda import (
   mosaic_gpu_flags,
   mosaic_gpu_gradient,
   mosaic_gpu_gradient_reference,
+  mosaic_gpu_pieces,
   mosaic_gpu_place,
   mosaic_gpu_prep,
   mosaic_gpu_reverse,
@@ -257,6 +258,33 @@ def plain_scan(arrays, plan):
   return result
 
 
+def plain_maps(arrays, pieces):
+  """`mosaic_gpu_pieces.maps` by its definition, with its roundings."""
+  minus_key, _, update, _, gamma = cut_operands(arrays)
+  lead, longest = minus_key.shape[:2], -(-minus_key.shape[2] // pieces)
+  found = []
+  for piece in range(pieces - 1):
+    x = jnp.broadcast_to(jnp.eye(128), (*lead, 128, 128))
+    for n in reversed(range(piece * longest, (piece + 1) * longest)):
+      e = product('bhlk,bhck->bhlc', half(x), update[:, :, n])
+      x = gamma[:, :, n, None] * x
+      x += product('bhlc,bhck->bhlk', half(e), minus_key[:, :, n])
+    found.append(x)
+  first = jnp.zeros((*lead, pieces - 1, 128), jnp.int32)
+  return {'map': jnp.stack(found, 2), 'first': first}
+
+
+def plain_fold(arrays):
+  """`mosaic_gpu_pieces.fold` by its definition."""
+  matrix, constant = arrays['map'], arrays['constant']
+  start = jnp.zeros_like(constant[:, :, :1])
+  entering = [arrays.get('initial', start)[:, :, 0]]
+  for p in range(constant.shape[2]):
+    moved = product('bhvk,bhlk->bhvl', entering[-1], matrix[:, :, p])
+    entering.append(moved + constant[:, :, p])
+  return jnp.stack(entering, 2)
+
+
 def plain_reverse(arrays, plan):
   """`mosaic_gpu_reverse.scan` by its definition, with its roundings."""
   minus_key, query, update, scores, gamma = cut_operands(arrays)
@@ -344,6 +372,8 @@ def plain(monkeypatch):
   monkeypatch.setattr(mosaic_gpu_flags, 'flags', plain_flags)
   monkeypatch.setattr(mosaic_gpu_prep, 'prepare', plain_prepare)
   monkeypatch.setattr(mosaic_gpu_scan, 'scan', plain_scan)
+  monkeypatch.setattr(mosaic_gpu_pieces, 'maps', plain_maps)
+  monkeypatch.setattr(mosaic_gpu_pieces, 'fold', plain_fold)
   monkeypatch.setattr(mosaic_gpu_reverse, 'scan', plain_reverse)
   monkeypatch.setattr(mosaic_gpu_gradient, 'gradient', plain_gradient)
 
