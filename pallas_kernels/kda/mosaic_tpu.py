@@ -254,7 +254,7 @@ def _gradients(gradients, raw: kda_inputs.Raw, plan: Plan):
   ), _state_out(g.initial_state, key_dim, raw.v.shape[3])
 
 
-_chunked.defvjp(_chunked_forward, run_backward)
+_chunked.defvjp(_chunked_forward, run_backward, optimize_remat=True)
 
 
 def affine_summary(

@@ -1,15 +1,17 @@
 """The TPU kernels of KDA on a CPU: numbers, isolation, saving policies."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import testing
-from pallas_kernels.kda import arg_specs, kda, mosaic_tpu
+from pallas_kernels.kda import affine_summary, arg_specs, kda, mosaic_tpu
 from pallas_kernels.kda import inputs as kda_inputs
 
 # One shape of heads of one width; one with packed documents and padding, a
@@ -19,6 +21,22 @@ PACKED = arg_specs.ArgSpec('packed', 1, 150, 1, 2, 64, 128, 4)
 WIDE = arg_specs.ArgSpec('wide', 1, 100, 1, 1, 64, 256, 3)
 TALL = arg_specs.ArgSpec('tall', 1, 100, 2, 2, 256, 64, 3)
 LONE = arg_specs.ArgSpec('lone', 2, 17, 1, 3, 128, 128)
+SQUARE = arg_specs.ArgSpec('square', 1, 100, 1, 2, 256, 256, 3)
+NARROW = arg_specs.ArgSpec('narrow', 1, 100, 4, 4, 64, 64, 3)
+LONG = arg_specs.ArgSpec('long', 1, 8192, 2, 2, 128, 128, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Edges(arg_specs.ArgSpec):
+  """Documents of one token, and such as begin and end where chunks do."""
+
+  def segment_ids(self, rng):
+    starts = np.array([1, 2, 63, 64, 65, 127, 128])
+    ids = 1 + (np.arange(self.length)[:, None] >= starts).sum(1)
+    return jnp.broadcast_to(jnp.asarray(ids, jnp.int32), (self.batch, len(ids)))
+
+
+EDGES = Edges('edges', *dataclasses.astuple(PACKED)[1:])
 
 
 @functools.partial(
@@ -50,6 +68,11 @@ def evaluate(
   return {'out': out, 'final_state': state} | gradients
 
 
+recurrence = jax.jit(
+  functools.partial(arg_specs.outputs_and_gradients, implementation='reference')
+)
+
+
 @functools.cache
 def reference(spec, gates):
   """Float64 outputs and gradients on the same bfloat16 inputs."""
@@ -58,12 +81,7 @@ def reference(spec, gates):
   )
   with jax.enable_x64(True):
     given = jax.tree.map(wide, (spec.arguments(gates), spec.cotangents()))
-    run = jax.jit(
-      functools.partial(
-        arg_specs.outputs_and_gradients, implementation='reference'
-      )
-    )
-    return jax.tree.map(np.asarray, run(*given))
+    return jax.tree.map(np.asarray, recurrence(*given))
 
 
 # As for the chunked form: keys alike, beta near 1, hardly any decay.
@@ -91,13 +109,14 @@ def test_numbers(gates):
   check(PLAIN, gates)
 
 
-def test_packed_numbers():
-  check(PACKED, 'mixed')
+@pytest.mark.parametrize('spec', [PACKED, EDGES], ids=lambda s: s.name)
+def test_packed_numbers(spec):
+  check(spec, 'mixed')
 
 
 SLOW = [
   (spec, gates, chunk_size, save)
-  for spec in (PACKED, WIDE, TALL, LONE)
+  for spec in (PACKED, EDGES, WIDE, TALL, LONE, SQUARE, NARROW)
   for gates in ('mixed', 'slow', 'saturated')
   for chunk_size, save in ((64, 'state'), (128, 'state_and_t'))
 ]
@@ -108,6 +127,13 @@ SLOW += [(PLAIN, gates, 128, 'inputs') for gates in arg_specs.GATES[:3]]
 @pytest.mark.parametrize('spec,gates,chunk_size,save', SLOW)
 def test_more_numbers(spec, gates, chunk_size, save):
   check(spec, gates, chunk_size, save)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('gates', arg_specs.GATES)
+def test_numbers_of_a_long_sequence(gates):
+  """Errors do not grow over 128 chunks."""
+  check(LONG, gates, save='state_and_t')
 
 
 @pytest.mark.parametrize('exponent', [-13, -30])
@@ -184,6 +210,30 @@ def test_documents_are_isolated():
   np.testing.assert_array_equal(got['initial_state'], want['initial_state'])
 
 
+def test_only_where_documents_change_matters():
+  """Ids that skip numbers and chunks of nothing but padding change no bit."""
+  arguments, cotangents = PACKED.arguments(), PACKED.cotangents()
+  time = np.arange(PACKED.length)
+  ids = np.where(time < 50, 1, 2) * (time < 86)
+  late = np.where(time < 64, time, time - 64)  # the second chunk is empty
+  late_ids = np.where((time < 64) | (time >= 128), ids[late], 0)
+  tokens = ('q', 'k', 'v', 'gate', 'beta')
+
+  def run(at, ids):
+    moved = arguments | {n: arguments[n][:, at] for n in tokens}
+    moved['segment_ids'] = jnp.asarray(ids[None], jnp.int32)
+    return evaluate(moved, (cotangents[0][:, at], cotangents[1]))
+
+  want = run(time, ids)
+  for at, other in ((time, 7 * ids), (late, late_ids)):
+    got = run(at, other)
+    for name in want:
+      x, y = np.asarray(got[name]), np.asarray(want[name])
+      if name in ('out', *tokens):
+        x, y = x[:, other > 0], y[:, ids > 0]
+      np.testing.assert_array_equal(x, y, err_msg=name)
+
+
 def test_a_sequence_of_padding_passes_the_state_on():
   arguments, cotangents = PACKED.arguments(), PACKED.cotangents()
   arguments['segment_ids'] = jnp.zeros_like(arguments['segment_ids'])
@@ -258,7 +308,107 @@ def test_affine_summary_folds_into_the_final_state():
   assert testing.relative_rms(folded, want) <= 5e-3
 
 
+@pytest.mark.slow
+def test_affine_summary_has_the_gradients_of_the_recurrence():
+  arguments = dict(PACKED.arguments('mixed'))
+  for name in ('segment_ids', 'initial_state'):
+    del arguments[name]
+  rng = np.random.default_rng(2)
+  weights = [
+    jnp.asarray(rng.standard_normal((1, 2, 64, n)), jnp.float32)
+    for n in (64, 128)
+  ]
+
+  def gradients(arguments, summary):
+    loss = lambda x: sum((w * y).sum() for w, y in zip(weights, summary(x)))
+    return jax.jit(jax.grad(loss))(arguments)
+
+  settings = kda_inputs.Settings(-5.0, 1.0, True, True, True)
+  got = gradients(
+    arguments,
+    lambda x: mosaic_tpu.affine_summary(
+      kda_inputs.Raw(**x | {'q': x['k']}), None, settings, interpret=True
+    ),
+  )
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), arguments)
+    want = gradients(
+      wide,
+      lambda x: affine_summary(
+        **{n: x[n] for n in x if n != 'q'}, implementation='reference'
+      ),
+    )
+  for name in set(want) - {'q', 'a_log'}:
+    limit = testing.TOLERANCES['kda', name, 'bfloat16']
+    error = testing.relative_rms(got[name], want[name])
+    assert error <= limit, f'{name}: {error:.2e}, allowed {limit:.1e}'
+
+
 def test_refusals_say_why():
   arguments = PLAIN.arguments()
   with pytest.raises(NotImplementedError, match='cannot run on cpu.*a TPU'):
     kda(**arguments, implementation='mosaic_tpu')
+
+
+def on_a_tpu():
+  """A trace in this scope is for a TPU."""
+  device = jax.sharding.AbstractDevice(
+    device_kind='TPU v6 lite', num_cores=1, platform='tpu'
+  )
+  auto = jax.sharding.AxisType.Auto
+  return jax.sharding.use_abstract_mesh(
+    jax.sharding.AbstractMesh(
+      (1,), ('x',), axis_types=(auto,), abstract_device=device
+    )
+  )
+
+
+def test_a_trace_for_a_tpu_takes_both_kernels():
+  arguments = jax.eval_shape(PACKED.arguments)
+  loss = lambda x, ids: kda(**x, segment_ids=ids)[0].sum()
+  ids = arguments.pop('segment_ids')
+  with on_a_tpu():
+    program = str(jax.make_jaxpr(jax.grad(loss))(arguments, ids))
+  assert 'kda_forward' in program and 'kda_backward' in program
+
+
+def test_a_rematerialized_forward_pass_saves_nothing():
+  """States are written where a gradient reads them, not the first time."""
+  arguments = jax.eval_shape(PLAIN.arguments)
+  layer = jax.checkpoint(lambda x: jnp.sin(kda(**x, save='state')[0]))
+  with on_a_tpu():
+    program = jax.make_jaxpr(jax.grad(lambda x: layer(x).sum()))(arguments)
+  results = [
+    len(call.outvars)
+    for call in kernels(program.jaxpr)
+    if call.params['name'] == 'kda_forward'
+  ]
+  assert results == [2, 3]  # output and final state; and states
+
+
+def kernels(jaxpr):
+  """The Pallas calls of a program and of those inside it."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == 'pallas_call':
+      yield equation
+    else:
+      for inner in jax.extend.core.jaxprs_in_params(equation.params):
+        yield from kernels(inner)
+
+
+@pytest.mark.parametrize(
+  'change,message',
+  [
+    ({'dtype': 'float32'}, 'take bfloat16, q is float32'),
+    ({'key_dim': 320}, 'widths up to 256, not K=320, V=128'),
+    ({'chunk_size': 32}, r'take chunk_size \(64, 128\), not 32'),
+    ({'lower_bound': None}, r'need a bounded gate \(lower_bound=-5.0\)'),
+  ],
+)
+def test_refusals_on_a_tpu(change, message):
+  options = {n: change[n] for n in change if n in ('chunk_size', 'lower_bound')}
+  spec = {n: change[n] for n in change if n not in options}
+  arguments = jax.eval_shape(dataclasses.replace(PLAIN, **spec).arguments)
+  run = functools.partial(kda, implementation='mosaic_tpu', **options)
+  with on_a_tpu(), pytest.raises(NotImplementedError, match=message):
+    jax.eval_shape(lambda x: run(**x), arguments)
