@@ -24,6 +24,8 @@ from jax.experimental import topologies
 
 _ENVIRONMENT = {'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1'}
 _UTILIZATION = 'final_hlo-static-per-bundle-utilization.txt'
+# Passes whose text is read; that of all of them takes as long as compiling.
+_PASSES = '(original|final_bundles|final_hlo-static-per-bundle-utilization)'
 # A grid loop, always the outermost, runs two steps more than its grid: one to
 # fetch, one to write.
 _PIPELINE_STEPS = 2
@@ -113,7 +115,10 @@ def _dump_directory() -> pathlib.Path:
   """Where libtpu writes schedules; it reads this setting when it is loaded."""
   directory = pathlib.Path(tempfile.mkdtemp(prefix='tpu_schedule_'))
   atexit.register(shutil.rmtree, directory, ignore_errors=True)
-  flags = f'--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true'
+  flags = (
+    f'--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true '
+    f'--xla_jf_dump_llo_pass_label_regex={_PASSES}'
+  )
   given = os.environ.get('LIBTPU_INIT_ARGS', '')
   os.environ['LIBTPU_INIT_ARGS'] = f'{given} {flags}'.strip()
   return directory

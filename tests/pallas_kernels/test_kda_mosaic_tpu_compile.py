@@ -1,8 +1,10 @@
 """The TPU kernels of KDA by the TPU compiler: chips and bundle budgets."""
 
+import jax
 import pytest
 
-from pallas_kernels.kda import tpu_bench
+from pallas_kernels import tpu_schedule
+from pallas_kernels.kda import arg_specs, kda, tpu_bench
 
 # Bundles per head and 64 tokens (to decode: per head). A kernel may grow by 5 %
 # of these; lower a number when a kernel gets faster. Steps of few heads compile
@@ -39,3 +41,37 @@ def test_bundles_stay_within_the_budget(case):
   # Everything is in the kernel: no temporary as large as one of the arrays.
   array = 2 * shape.length * shape.heads * 128
   assert schedule.temporary_bytes < array or shape == SMALL
+
+
+def shapes(key_dim, value_dim, heads=1, value_heads=1):
+  """Two packed documents of a chunk and a half, for one core."""
+  return arg_specs.ArgSpec(
+    'shapes', 1, 96, heads, value_heads, key_dim, value_dim, 2
+  )
+
+
+# Widths that are no register or two, grouped heads, an odd count of heads.
+SHAPES = [
+  (shapes(256, 256, 1, 2), 128, 'inputs'),
+  (shapes(64, 256), 64, 'state'),
+  (shapes(256, 64, 1, 3), 64, 'state_and_t'),
+  (shapes(64, 64, 3, 3), 64, 'inputs'),
+]
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+  'spec,chunk_size,save',
+  [SHAPES[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in SHAPES[1:])],
+  ids=lambda x: f'{x.key_dim}-{x.value_dim}' if hasattr(x, 'name') else str(x),
+)
+def test_every_shape_compiles(spec, chunk_size, save):
+  arguments = jax.eval_shape(spec.arguments)
+  ids = arguments.pop('segment_ids')
+  options = dict(chunk_size=chunk_size, save=save)
+  loss = lambda x, ids: sum(
+    y.sum() for y in kda(**x, segment_ids=ids, **options)
+  )
+  schedule = tpu_schedule.compile_for('v6e', jax.grad(loss), arguments, ids)
+  assert schedule.program('kda_forward').vmem_bytes < 64 * 2**20
+  assert schedule.program('kda_backward').vmem_bytes < 64 * 2**20
