@@ -33,6 +33,7 @@ arrive while the rows of this one are finished.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -52,7 +53,9 @@ from pallas_kernels.kda.mosaic_gpu_prep import PROCESSORS, Options, Work
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _TILE = plgpu.Layout.WGMMA
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
-_LANES = plgpu.Layout.WG_STRIDED((CHUNK, 64), vec_size=1)
+_CARRIED = (2, 128)  # two registers of every thread
+_LANES = plgpu.Layout.WG_STRIDED(_CARRIED, vec_size=1)
+_COMPUTING, _COPYING = 232, 40  # registers of a thread
 _LOADED = dict(q=at.QUERY, k=at.KEY, gate=at.GATE)
 _REST = dict(values=at.VALUES, d_out=at.D_OUT, d_values=at.D_VALUES)
 
@@ -66,9 +69,45 @@ def _block_barrier():
   wait()
 
 
-def _shared(options: Options, tiles, vectors) -> at.Shared:
-  addresses = map(warp.shared_address, (tiles, vectors))
-  return at.Shared(*addresses, masked=options.masked)
+@dataclasses.dataclass(frozen=True)
+class Owned:
+  """Shared memory of a block, while it is at one chunk.
+
+  Attributes:
+    tiles, vectors: see `mosaic_gpu_gradient_place`.
+    slot: 0 or 1, how the two regions of tiles lie.
+  """
+
+  tiles: Any
+  vectors: Any
+  slot: Any
+
+  def tile(self, index, *, last: bool = False):
+    """A tile by its number, dynamic ones told by `last` to be of the rest."""
+    shift = at.REGION * self.slot
+    if last or (isinstance(index, int) and index >= at.REST):
+      return self.tiles.at[index - shift]
+    if isinstance(index, int) and index < at.FIRST:
+      return self.tiles.at[index]
+    return self.tiles.at[index + shift]
+
+  def tokens(self, offset: int = 0, size: int = 4 * CHUNK):
+    """The words of tokens, or some of them."""
+    start = at.OF_TOKENS + 4 * CHUNK * self.slot + offset
+    return self.vectors.at[pl.ds(start, size)]
+
+  def refs(self) -> tuple:
+    """What `_shared` takes."""
+    tiles = self.tile(0), self.tile(at.FIRST), self.tile(at.REST)
+    return *tiles, self.vectors, self.tokens()
+
+
+_REFS = (plgpu.RefType(_TRANSFORMS),) * 3 + (plgpu.RefType(),) * 2
+
+
+def _shared(options: Options, refs) -> at.Shared:
+  """Addresses of `Owned.refs`."""
+  return at.Shared(*map(warp.shared_address, refs), masked=options.masked)
 
 
 def _affine(seat: at.Seat, ref):
@@ -77,10 +116,6 @@ def _affine(seat: at.Seat, ref):
   (slope, _) = warp.load_global(start, 0, 2)
   address = warp.advance(start, warp.shift_left(seat.channel, 2))
   return slope, warp.load_global(address, 4 * WIDTH, 2)
-
-
-def _pairs_of(values):
-  return [values[2 * j : 2 * j + 2] for j in range(16)]
 
 
 def _accumulator(array) -> list[list[warp.Real]]:
@@ -94,114 +129,127 @@ def _accumulator(array) -> list[list[warp.Real]]:
 
 
 def _prepare(options: Options, own, affine) -> jax.Array:
-  """Norms, decays and scaled rows; the result only carries registers."""
-  refs = plgpu.RefType(_TRANSFORMS), plgpu.RefType(), plgpu.RefType()
+  """Norms and scaled rows; the result carries `scale_rows`'s registers."""
 
   @plgpu.inline_mgpu(
-    arg_types=refs,
-    return_type=plgpu.ShapeDtypeStruct((CHUNK, 64), jnp.float32, layout=_LANES),
+    arg_types=(_REFS, plgpu.RefType()),
+    return_type=plgpu.ShapeDtypeStruct(_CARRIED, jnp.float32, layout=_LANES),
   )
-  def prepare(ctx, tiles, vectors, affine):
+  def prepare(ctx, refs, affine):
     del ctx
-    seat, shared = at.Seat(), _shared(options, tiles, vectors)
+    seat, shared = at.Seat(), _shared(options, refs)
     gate = _affine(seat, affine) if options.activate_gate else None
     rows.store_norms(seat, shared, options)
     decay = rows.running_decay(seat, shared, gate, options)
     at.block_barrier()
-    decay = rows.scale_rows(seat, shared, decay, options)
-    return warp.carry([x for row in decay for x in row], (CHUNK, 64))
+    shift = rows.scale_rows(seat, shared, decay, options)
+    return warp.carry(shift, _CARRIED)
 
-  return prepare(own['tiles'], own['vectors'], affine)
+  return prepare(own.refs(), affine)
 
 
-def _mask(options: Options, own):
+def _mask(options: Options, own: Owned):
   """Zeros in rows of values and dO that are no tokens."""
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TRANSFORMS), plgpu.RefType()))
-  def mask(ctx, tiles, vectors):
+  @plgpu.inline_mgpu(arg_types=(_REFS,))
+  def mask(ctx, refs):
     del ctx
-    rows.mask_rows(at.Seat(), _shared(options, tiles, vectors))
+    rows.mask_rows(at.Seat(), _shared(options, refs))
 
-  mask(own['tiles'], own['vectors'])
+  mask(own.refs())
 
 
 def _zeros() -> jax.Array:
   return plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.float32), _TILE)
 
 
-def _products(*sums):
-  """For each (start, (left, right), ...): start + sum of left @ right."""
+def _products(*sums, meanwhile=lambda: None):
+  """For each (start, (left, right), ...): start + sum of left @ right.
+
+  `meanwhile` is called while the products are under way.
+  """
 
   def body(accumulators):
     for acc, (_, *terms) in zip(accumulators, sums):
       for left, right in terms:
         plgpu.wgmma(acc, left, right)
+    meanwhile()
 
   starts = tuple(plgpu.ACC.init(start) for start, *_ in sums)
   return lax.optimization_barrier(pl.run_state(body)(starts))
 
 
-def _solve(own, role):
+def _share_through(options: Options, own: Owned):
+  """Stores what the chunk's decay as a whole adds to the gate's gradient."""
+
+  @plgpu.inline_mgpu(arg_types=(_REFS,))
+  def through(ctx, refs):
+    del ctx
+    pairs.store_through(at.Seat(), _shared(options, refs))
+
+  through(own.refs())
+
+
+def _solve(options: Options, own: Owned, role):
   """Leaves this role's half of the values of U where V was."""
-  tiles, values = own['tiles'], own['tiles'].at[at.VALUES + role]
-  tile = lambda index: tiles.at[index]
+  values = own.tile(at.VALUES + role, last=True)
   v_cv = plgpu.load(values, layout=_TILE, optimized=False).astype(jnp.float32)
   terms = [
-    (tile(at.MINUS_KEY + half), tile(at.STATE + 2 * role + half).T)
+    (own.tile(at.MINUS_KEY + half), own.tile(at.STATE + 2 * role + half).T)
     for half in range(2)
   ]
-  (e_cv,) = _products((v_cv, *terms))
-  beta = own['vectors'].at[pl.ds(at.BETA, CHUNK)]
-  beta = plgpu.load(beta, layout=_PER_ROW, optimized=False)
+  meanwhile = lambda: _share_through(options, own)
+  (e_cv,) = _products((v_cv, *terms), meanwhile=meanwhile)
+  beta = plgpu.load(
+    own.tokens(at.BETA, CHUNK), layout=_PER_ROW, optimized=False
+  )
   r_cv = e_cv * lax.broadcast_in_dim(beta, e_cv.shape, [0])
   values[...] = r_cv.astype(jnp.bfloat16)
   plgpu.commit_smem()
-  (u_cv,) = _products((_zeros(), (tile(at.SOLVE), values)))
+  (u_cv,) = _products((_zeros(), (own.tile(at.SOLVE), values)))
   plgpu.commit_smem()  # every warp's product has read its operands
   values[...] = u_cv.astype(jnp.bfloat16)
   plgpu.commit_smem()
 
 
-def _state_products(own, role):
+def _state_products(own: Owned, role):
   """dO U^T or dV U^T; and this role's channels of dO S, dV S and U dS."""
-  tile = lambda index: own['tiles'].at[index]
   halves = range(2)
+  left = lambda index, half: own.tile(index + half, last=True)
   weights = [
-    (tile(at.D_OUT + 2 * role + half), tile(at.VALUES + half).T)
+    (left(at.D_OUT + 2 * role, half), left(at.VALUES, half).T)
     for half in halves
   ]
   named = (
-    (at.D_OUT, at.STATE),
-    (at.D_VALUES, at.STATE),
-    (at.VALUES, at.D_STATE),
+    (at.D_OUT, at.STATE, False),
+    (at.D_VALUES, at.STATE, False),
+    (at.VALUES, at.D_STATE, True),
   )
   sums = [(_zeros(), *weights)]
-  for left, right in named:
-    terms = [
-      (tile(left + half), tile(right + 2 * half + role)) for half in halves
-    ]
-    sums.append((_zeros(), *terms))
+  for first, second, last in named:
+    right = lambda half, second=second, last=last: own.tile(
+      second + 2 * half + role, last=last
+    )
+    sums.append((_zeros(), *[(left(first, h), right(h)) for h in halves]))
   return _products(*sums)
 
 
-def _weights(options: Options, own, product, d_beta):
-  """Stores dP and dM, and all that needs the states or U once more."""
-  refs = plgpu.RefType(_TRANSFORMS), plgpu.RefType()
+def _weights(options: Options, own: Owned, product, d_beta):
+  """Stores dP and dM, and the gradient of beta."""
 
-  @plgpu.inline_mgpu(arg_types=(*refs, _TILE, plgpu.RefType()))
-  def weights(ctx, tiles, vectors, product, d_beta):
+  @plgpu.inline_mgpu(arg_types=(_REFS, _TILE, plgpu.RefType()))
+  def weights(ctx, refs, product, d_beta):
     del ctx
-    seat, shared = at.Seat(), _shared(options, tiles, vectors)
+    seat, shared = at.Seat(), _shared(options, refs)
     product = _accumulator(product)
     pairs.store_pairs(seat, shared, product)
     pairs.write_beta_gradient(seat, shared, product, d_beta)
-    pairs.store_through(seat, shared)
     at.block_barrier()
 
-  weights(own['tiles'], own['vectors'], product, d_beta)
+  weights(own.refs(), product, d_beta)
 
 
-def _emit(options: Options, seat, shared, decay, products, outputs):
+def _emit(options: Options, seat, shared, shift, products, outputs):
   """From products with the states to gradients; `outputs`: see `_finish`."""
   affine, d_query, d_key, d_gate, partial = outputs
   y_q, y_k, far = pairs.scale_products(seat, shared, products)
@@ -212,146 +260,163 @@ def _emit(options: Options, seat, shared, decay, products, outputs):
     pairs.store_dots(seat, shared, products)
   products = [pairs.to_rows(seat, shared, p) for p in products]
   at.block_barrier()
-  terms, written = rows.input_gradients(
-    seat, shared, decay, products, (options, d_query, d_key)
+  terms, written, slopes = rows.input_gradients(
+    seat, shared, shift, products, (options, affine, d_query, d_key)
   )
   sums = rows.later_sums(seat, shared, terms)
   rows.share_sums(seat, shared, sums[0], written)
   at.utils.warpgroup_barrier()
   carry = rows.carried_sums(seat, shared)
   totals = rows.gate_gradients(
-    seat, shared, sums, carry, (options, affine, d_gate)
+    seat, shared, sums, carry, (options, affine, slopes, d_gate)
   )
   if options.activate_gate:
     rows.write_partials(seat, partial, *totals)
 
 
-def _finish(options: Options, own, decay, products, written, stride: int):
+def _finish(options: Options, own: Owned, shift, products, written):
   """Calls `_emit`.
 
-  `written`: the head's affine gate, and this chunk's dq, dk, dgate and sums;
-  stride: bytes of a token of a gradient.
+  `written`: the head's affine gate, and this chunk's dq, dk, dgate and sums.
   """
-  refs = plgpu.RefType(_TRANSFORMS), plgpu.RefType()
+  references = (plgpu.RefType(),) * 5
 
-  @plgpu.inline_mgpu(
-    arg_types=(*refs, _LANES, (_TILE,) * 3, (plgpu.RefType(),) * 5)
-  )
-  def finish(ctx, tiles, vectors, decay, products, written):
+  @plgpu.inline_mgpu(arg_types=(_REFS, _LANES, (_TILE,) * 3, references))
+  def finish(ctx, refs, shift, products, written):
     del ctx
-    seat, shared = at.Seat(), _shared(options, tiles, vectors)
+    seat, shared = at.Seat(), _shared(options, refs)
     affine, *gradients, partial = written
     gate = _affine(seat, affine) if options.activate_gate else None
-    gradients = [rows.Output(seat, ref, stride) for ref in gradients]
-    decay = _pairs_of(warp.carried(decay))
+    gradients = [rows.Output(seat, ref) for ref in gradients]
+    shift = warp.carried(shift)
     products = [_accumulator(p) for p in products]
     outputs = gate, *gradients, partial
-    _emit(options, seat, shared, decay, products, outputs)
+    _emit(options, seat, shared, shift, products, outputs)
 
-  finish(own['tiles'], own['vectors'], decay, tuple(products), tuple(written))
+  finish(own.refs(), shift, tuple(products), tuple(written))
 
 
-def _copy_rows(options: Options, outer, own, place):
-  """Starts the copies of queries, keys, gates, betas and flags."""
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+  """What a block's warpgroups wait for.
+
+  Attributes:
+    rows, state, rest: queries, keys, gates, betas and flags; the state; all
+      else of a chunk has arrived.
+    freed: first the rest's and then the first tiles' region is free.
+  """
+
+  rows: Any
+  state: Any
+  rest: Any
+  freed: Any
+
+
+def _copy_first(options: Options, place, outer, own: Owned, barriers):
+  """Starts the copies of a chunk's first tiles."""
   b, head, key_head, n = place
   tokens = pl.ds(n * CHUNK, CHUNK)
   for name, first in _LOADED.items():
     source_head = head if name == 'gate' else key_head
     for half in range(2):
       source = outer[name].at[b, tokens, source_head, pl.ds(64 * half, 64)]
-      dest = own['tiles'].at[first + half]
-      plgpu.copy_gmem_to_smem(source, dest, own['rows_arrived'])
-  dest = own['vectors'].at[pl.ds(at.BETA, CHUNK)]
-  source = outer['beta'].at[b, head, tokens]
-  plgpu.copy_gmem_to_smem(source, dest, own['rows_arrived'])
+      plgpu.copy_gmem_to_smem(source, own.tile(first + half), barriers.rows)
+  vectors = [(outer['beta'].at[b, head, tokens], at.BETA)]
   if options.masked:
-    dest = own['vectors'].at[pl.ds(at.FLAGS, CHUNK)]
-    source = outer['flags'].at[b, tokens]
-    plgpu.copy_gmem_to_smem(source, dest, own['rows_arrived'])
+    vectors.append((outer['flags'].at[b, tokens], at.FLAGS))
+  for source, offset in vectors:
+    dest = own.tokens(offset, CHUNK)
+    plgpu.copy_gmem_to_smem(source, dest, barriers.rows)
+  source = outer['state'].at[b, head, n]
+  _copy_state(source, own, at.STATE, barriers.state)
 
 
-def _copy_state(outer, own, place, name: str, at_tile: int, arrived):
+def _copy_state(state, own: Owned, first: int, arrived):
   """Starts the copies of a [128, 128] state, by halves of both widths."""
-  b, head, _, n = place
   for i in range(4):
     values, keys = pl.ds(i // 2 * 64, 64), pl.ds(i % 2 * 64, 64)
-    source = outer[name].at[b, head, n, values, keys]
-    plgpu.copy_gmem_to_smem(source, own['tiles'].at[at_tile + i], arrived)
+    source, dest = state.at[values, keys], own.tile(first + i)
+    plgpu.copy_gmem_to_smem(source, dest, arrived)
 
 
-def _copy_rest(outer, own, place):
-  """Starts the copies of what only products need, but for the state."""
+def _copy_rest(place, outer, own: Owned, barriers: Barriers):
+  """Starts the copies of the rest of a chunk's tiles."""
   b, head, _, n = place
-  arrived, tokens = own['rest_arrived'], pl.ds(n * CHUNK, CHUNK)
+  tokens = pl.ds(n * CHUNK, CHUNK)
   for name, first in _REST.items():
     for half in range(2):
       source = outer[name].at[b, tokens, head, pl.ds(64 * half, 64)]
-      plgpu.copy_gmem_to_smem(source, own['tiles'].at[first + half], arrived)
+      plgpu.copy_gmem_to_smem(source, own.tile(first + half), barriers.rest)
   source = outer['inverse'].at[b, head, tokens]
-  plgpu.copy_gmem_to_smem(source, own['tiles'].at[at.SOLVE], arrived)
-  _copy_state(outer, own, place, 'dstate', at.D_STATE, arrived)
+  plgpu.copy_gmem_to_smem(source, own.tile(at.SOLVE), barriers.rest)
+  _copy_state(outer['dstate'].at[b, head, n], own, at.D_STATE, barriers.rest)
 
 
-def _one_chunk(options: Options, place, refs, following):
-  """One chunk; `following` starts the next one's copies to where U was."""
-  outer, own, role = refs
+def _one_chunk(options: Options, place, refs):
+  """One chunk of a warpgroup that computes."""
+  outer, own, barriers, role = refs
   b, head, _, n = place
   tokens = pl.ds(n * CHUNK, CHUNK)
-  plgpu.barrier_wait(own['rows_arrived'])
+  plgpu.barrier_wait(barriers.rows)
   affine = outer['affine'].at[head]
-  decay = _prepare(options, own, affine)
-  plgpu.barrier_wait(own['rest_arrived'])
+  shift = _prepare(options, own, affine)
   if options.masked:
+    plgpu.barrier_wait(barriers.rest)
     _mask(options, own)
   plgpu.commit_smem()
   _block_barrier()
-  plgpu.barrier_wait(own['state_arrived'])
-  _solve(own, role)
+  plgpu.barrier_wait(barriers.state)
+  if not options.masked:
+    plgpu.barrier_wait(barriers.rest)
+  _solve(options, own, role)
   _block_barrier()
   weights, *products = _state_products(own, role)
   _weights(options, own, weights, outer['dbeta'].at[b, head, tokens])
-  following()
+  plgpu.barrier_arrive(barriers.freed)
   written = [outer[o].at[b, tokens, head] for o in ('dq', 'dk', 'dgate')]
   written = affine, *written, outer['partial'].at[b, head, n]
-  stride = outer['dq'].shape[2] * WIDTH * 2
-  _finish(options, own, decay, products, written, stride)
+  _finish(options, own, shift, products, written)
+  plgpu.barrier_arrive(barriers.freed)
 
 
 def _body(options: Options, work: Work, names, *refs):
-  """One thread block: its two warpgroups work through chunks."""
-  outer, scratch = dict(zip(names, refs)), refs[len(names) :]
+  """One thread block: two warpgroups work through chunks, one brings them."""
+  outer = dict(zip(names, refs))
+  tiles, vectors, *barriers = refs[len(names) :]
+  barriers = Barriers(*barriers)
   role = lax.axis_index('role')
   block, blocks = lax.axis_index('block'), lax.axis_size('block')
-  labels = 'tiles', 'vectors', 'rows_arrived', 'rest_arrived', 'state_arrived'
+  count = lax.div(work.total - block + blocks - 1, blocks)
 
-  def owned(zero) -> dict[str, Any]:
-    return dict(zip(labels, [ref.at[zero] for ref in scratch]))
-
-  def start(index, own, what):
-    @pl.when((role == 0) & (index < work.total))
-    def _():
-      what(own, work.locate(index))
-
-  def copy_first(own, place):
-    _copy_rows(options, outer, own, place)
-    arrived = own['state_arrived']
-    _copy_state(outer, own, place, 'state', at.STATE, arrived)
-
-  copy_rest = lambda own, place: _copy_rest(outer, own, place)
-  start(block, owned(0), copy_first)
-  start(block, owned(0), copy_rest)
-
-  @pl.loop(0, lax.div(work.total - block + blocks - 1, blocks))
-  def _(i):
-    index = block + i * blocks
+  def chunk(i):
+    """Chunk i of this block, and its shared memory."""
     # A zero that the compiler cannot see: addresses computed before the loop
     # would have to wait in local memory, which is slower than computing them.
-    own = owned(lax.shift_right_logical(i, 30))
-    following = lambda: start(index + blocks, own, copy_rest)
-    _one_chunk(options, work.locate(index), (outer, own, role), following)
-    plgpu.commit_smem()
-    _block_barrier()
-    start(index + blocks, own, copy_first)
+    zero = lax.shift_right_logical(i, 30)
+    own = Owned(tiles.at[zero], vectors.at[zero], lax.rem(i, 2))
+    return work.locate(block + i * blocks), own
+
+  @pl.when(role < 2)
+  def _():
+    plgpu.set_max_registers(_COMPUTING, action='increase')
+
+    @pl.loop(0, count)
+    def _(i):
+      place, own = chunk(i)
+      _one_chunk(options, place, (outer, own, barriers, role))
+
+  @pl.when(role == 2)
+  def _():
+    plgpu.set_max_registers(_COPYING, action='decrease')
+
+    @pl.loop(0, count)
+    def _(i):
+      place, own = chunk(i)
+      wait = lambda: pl.when(i > 0)(lambda: plgpu.barrier_wait(barriers.freed))
+      wait()
+      _copy_first(options, place, outer, own, barriers)
+      wait()
+      _copy_rest(place, outer, own, barriers)
 
 
 def _inputs(arrays: dict[str, jax.Array], options: Options) -> dict:
@@ -379,11 +444,11 @@ def _outputs(work: Work) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _scratch(options: Options) -> list:
   """Shared memory and barriers of a thread block."""
-  copies = 7 + options.masked, 11, 4
+  arrivals = 7 + options.masked, 4, 11, 2  # as in `Barriers`
   return [
     plgpu.SMEM((1, at.TILES, CHUNK, 64), jnp.bfloat16, transforms=_TRANSFORMS),
     plgpu.SMEM((1, at.WORDS), jnp.float32),
-    *[plgpu.Barrier(num_arrivals=n, num_barriers=1) for n in copies],
+    *[plgpu.Barrier(num_arrivals=n) for n in arrivals],
   ]
 
 
@@ -415,7 +480,7 @@ def gradient(
     out_type=tuple(written.values()),
     grid=(min(PROCESSORS, work.total),),
     grid_names=('block',),
-    num_threads=2,
+    num_threads=3,
     thread_name='role',
     kernel_name='kda_gradient',
     compiler_params=plgpu.CompilerParams(

@@ -25,6 +25,8 @@ from pallas_kernels.kda.mosaic_gpu_place import (
   WIDTH,
 )
 
+_BOTH_SIGNS = -0x7FFF8000  # the sign bits of both numbers of a word
+
 
 def _rows(seat: Seat) -> warp.Word:
   """The first of this lane's two tokens; the other is 8 later."""
@@ -32,7 +34,7 @@ def _rows(seat: Seat) -> warp.Word:
 
 
 def _flags(shared: Shared, tokens: warp.Word) -> list[warp.Word]:
-  address = shared.vector(at.FLAGS, tokens)
+  address = shared.of_token(at.FLAGS, tokens)
   return [warp.load(address, 32 * i, 1)[0] for i in range(2)]
 
 
@@ -40,7 +42,7 @@ def _same_document(seat: Seat, shared: Shared, block: int):
   """For the 8 entries a lane holds of a block: are both of one document?"""
   document = lambda w: warp.shift_right(w, SEGMENT)
   rows = [document(w) for w in _flags(shared, _rows(seat))]
-  address = shared.vector(at.FLAGS + 16 * block, seat.column)
+  address = shared.of_token(at.FLAGS + 16 * block, seat.column)
   columns = [
     [document(w) for w in warp.load(address, 32 * n, 2)] for n in range(2)
   ]
@@ -56,11 +58,11 @@ def store_pairs(seat: Seat, shared: Shared, product):
   """Stores dP, by role 0, or dM, by role 1: [8][4] of dO U^T or dV U^T."""
   second = warp.compare(seat.role, 'ne', 0)
   tile = shared.own(seat, at.PAIRS)
-  sign = warp.where(second, warp.Real(-1.0), 1.0)
+  sign = warp.where(second, warp.word(_BOTH_SIGNS), warp.word(0))
   for block in range(BLOCKS):
 
     def write(block=block):
-      values = [x * sign for n in product[2 * block : 2 * block + 2] for x in n]
+      values = [x for n in product[2 * block : 2 * block + 2] for x in n]
       if shared.masked:
         same = _same_document(seat, shared, block)
         values = [warp.where(s, x, 0.0) for s, x in zip(same, values)]
@@ -74,6 +76,7 @@ def store_pairs(seat: Seat, shared: Shared, product):
         x = warp.where(causal, x, 0.0)
         values[i] = warp.where(below, values[i], x)
       words = [warp.pack(*values[2 * i : 2 * i + 2]) for i in range(4)]
+      words = [warp.xor(w, sign) for w in words]
       warp.store_block(seat.left(tile, seat.block, block), 0, words)
 
     warp.only_if(warp.compare(seat.block, 'sge', block), write)
@@ -97,7 +100,7 @@ def write_beta_gradient(seat: Seat, shared: Shared, product, ref):
   mine = warp.both(mine, warp.compare(seat.role, 'ne', 0))
   rows = _rows(seat)
   address = warp.advance(warp.global_address(ref), warp.shift_left(rows, 2))
-  betas = shared.vector(at.BETA, rows)
+  betas = shared.of_token(at.BETA, rows)
   for half, x in enumerate(elements(*_own_block(seat, product))):
     (bits,) = warp.load(betas, 32 * half, 1)
     (beta,) = warp.load_real(betas, 32 * half, 1)
@@ -129,7 +132,7 @@ def store_through(seat: Seat, shared: Shared):
   totals = shared.vector(at.TOTALS, channel)
   stays = None
   if shared.masked:
-    (last,) = warp.load(shared.vector(at.FLAGS + CHUNK - 1), 0, 1)
+    (last,) = warp.load(shared.of_token(at.FLAGS + CHUNK - 1), 0, 1)
     stays = warp.compare(warp.bit_and(last, 1 << ENTERS), 'ne', 0)
   for half, x in enumerate(elements(near, far)):
     exponent = warp.Real(0.0)
@@ -145,7 +148,7 @@ def store_through(seat: Seat, shared: Shared):
 
 def _scaled(seat: Seat, shared: Shared, product, how):
   """[8][4] times the factor of its channels, 0 in tokens without the bit."""
-  offset, bit, sign = how
+  offset, bit, negative = how
   place = warp.add(warp.times(seat.block, WIDTH), seat.column)
   place = warp.add(place, warp.shift_left(seat.role, 6))
   address = shared.vector(offset, place)
@@ -155,7 +158,8 @@ def _scaled(seat: Seat, shared: Shared, product, how):
     kept = [warp.compare(warp.bit_and(f, 1 << bit), 'ne', 0) for f in flags]
   result = []
   for n, values in enumerate(product):
-    factor = [x * sign for x in warp.load_real(address, 32 * n, 2)]
+    factor = warp.load_real(address, 32 * n, 2)
+    factor = [-x for x in factor] if negative else factor
     values = [x * factor[i % 2] for i, x in enumerate(values)]
     if kept is not None:
       values = [warp.where(kept[i // 2], x, 0.0) for i, x in enumerate(values)]
@@ -169,8 +173,8 @@ def scale_products(seat: Seat, shared: Shared, products):
   From dO S, dV S and U dS, [8][4] each, at the references of the scaled
   operands.
   """
-  into, past = (at.ENTERING, ENTERS, 1.0), (at.LEAVING, LEAVES, 1.0)
-  minus = at.ENTERING, ENTERS, -1.0
+  into, past = (at.ENTERING, ENTERS, False), (at.LEAVING, LEAVES, False)
+  minus = at.ENTERING, ENTERS, True
   how = into, minus, past
   return [_scaled(seat, shared, p, h) for p, h in zip(products, how)]
 

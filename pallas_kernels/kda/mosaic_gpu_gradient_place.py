@@ -16,7 +16,7 @@ import dataclasses
 
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, scf
+from jaxlib.mlir.dialects import arith, scf
 
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 from pallas_kernels.kda.mosaic_gpu_place import (
@@ -27,20 +27,26 @@ from pallas_kernels.kda.mosaic_gpu_place import (
   Place,
 )
 
-# Tiles, in halves of channels or values: scaled queries and keys, inversely
-# scaled keys, gates, V and later U, dO, dV; states by (half of values, half of
-# keys), dS likewise; T; dP and dM, where -k~ was.
-QUERY, KEY, INVERSE, GATE, VALUES, D_OUT, D_VALUES = range(0, 14, 2)
-STATE, D_STATE, SOLVE, PAIRS, TILES = 14, 18, 22, 23, 25
+# Tiles, in halves of channels or values: inversely scaled keys; dP and dM,
+# where -k~ was; then two regions that change places from chunk to chunk. The
+# first has what is wanted to the end: scaled queries and keys, gates, and the
+# state by (half of values, half of keys). The rest is V and later U, dO, dV, dS
+# and T, and gives way to the next chunk's first ones early.
+INVERSE, PAIRS = 0, 2
+FIRST = 4
+QUERY, KEY, GATE, STATE = FIRST, FIRST + 2, FIRST + 4, FIRST + 6
+REGION = 11
+REST = FIRST + REGION
+VALUES, D_OUT, D_VALUES, D_STATE = REST, REST + 2, REST + 4, REST + 6
+SOLVE = REST + 10
+TILES = REST + REGION
 MINUS_KEY = PAIRS
 STAGE = STATE  # 4 KB a warp, to pass from one layout to the other
 
-# Vectors, as offsets in words: norms of queries and of keys; decays of the
-# sub-blocks; factors from one sub-block's reference to another's, a pair of
-# bfloat16 a channel; factors from a sub-block to the chunk's start and end;
-# sums over tokens; products of rows; betas; flags.
-NORMS = 0
-TOTALS = NORMS + 2 * CHUNK
+# Vectors, as offsets in words: decays of the sub-blocks; factors from one
+# sub-block's reference to another's, a pair of bfloat16 a channel; factors from
+# a sub-block to the chunk's start and end; sums over tokens; products of rows.
+TOTALS = 0
 MOVES = TOTALS + 4 * WIDTH
 ENTERING = MOVES + 6 * WIDTH
 LEAVING = ENTERING + 4 * WIDTH
@@ -48,9 +54,11 @@ THROUGH = LEAVING + 4 * WIDTH
 SUMS = THROUGH + WIDTH
 WRITTEN = SUMS + 4 * WIDTH
 DOTS = WRITTEN + 4 * WIDTH
-BETA = DOTS + 4 * CHUNK
-FLAGS = BETA + CHUNK
-WORDS = FLAGS + CHUNK
+# Betas, flags and norms of queries and of keys come twice, since the next chunk
+# has some of them before this one is finished.
+OF_TOKENS = DOTS + 4 * CHUNK
+WORDS = OF_TOKENS + 8 * CHUNK
+BETA, FLAGS, NORMS = 0, CHUNK, 2 * CHUNK
 
 
 class Seat(Place):
@@ -76,14 +84,27 @@ class Seat(Place):
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-  """Shared addresses of one chunk; `masked`: there are flags of tokens."""
+  """Shared addresses of one chunk.
 
-  tiles: warp.Word
+  Attributes:
+    fixed, first, rest: of the tiles that never move, and of the two regions.
+    vectors: of the words, and `tokens` of those that come twice.
+    masked: there are flags of tokens.
+  """
+
+  fixed: warp.Word
+  first: warp.Word
+  rest: warp.Word
   vectors: warp.Word
+  tokens: warp.Word
   masked: bool
 
   def tile(self, index: int) -> warp.Word:
-    return warp.add(self.tiles, index * HALF)
+    if index < FIRST:
+      return warp.add(self.fixed, index * HALF)
+    if index < REST:
+      return warp.add(self.first, (index - FIRST) * HALF)
+    return warp.add(self.rest, (index - REST) * HALF)
 
   def own(self, seat: Seat, index: int) -> warp.Word:
     """This role's half of a tile of 128 channels."""
@@ -91,15 +112,28 @@ class Shared:
 
   def vector(self, offset: int, index: warp.Word | int = 0) -> warp.Word:
     """Address of a word of a vector."""
-    address = warp.add(self.vectors, 4 * offset)
-    if isinstance(index, int):
-      return warp.add(address, 4 * index)
-    return warp.add(address, warp.shift_left(index, 2))
+    return _word(self.vectors, offset, index)
+
+  def of_token(self, offset: int, index: warp.Word | int = 0) -> warp.Word:
+    """Address of a word of a token."""
+    return _word(self.tokens, offset, index)
+
+
+def _word(start: warp.Word, offset: int, index: warp.Word | int) -> warp.Word:
+  if isinstance(index, int):
+    return warp.add(start, 4 * (offset + index))
+  return warp.add(warp.add(start, 4 * offset), warp.shift_left(index, 2))
+
+
+def row_bytes(ref: ir.Value) -> int:
+  """Bytes from one row of a bfloat16 reference to the next."""
+  strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+  return 2 * strides[0]
 
 
 def block_barrier():
-  """Waits for both warpgroups."""
-  gpu.barrier()
+  """Waits for both warpgroups that compute."""
+  utils.inline_ptx('bar.sync 15, 256;', has_side_effects=True)
 
 
 def minimum(a: warp.Real, b: float) -> warp.Real:

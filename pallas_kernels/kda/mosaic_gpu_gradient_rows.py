@@ -31,7 +31,7 @@ def flags_of(seat: Seat, shared: Shared):
   """A function of the token j of this sub-block: its flags, or None."""
   if not shared.masked:
     return lambda j: None
-  start = shared.vector(at.FLAGS, warp.shift_left(seat.block, 4))
+  start = shared.of_token(at.FLAGS, warp.shift_left(seat.block, 4))
   recent = {}
 
   def flags(j: int) -> warp.Word:
@@ -53,7 +53,7 @@ def store_norms(seat: Seat, shared: Shared, options):
   factor = warp.where(first, warp.Real(options.scale), 1.0)
   rows = warp.add(warp.shift_left(seat.block, 4), seat.row)
   index = warp.add(warp.shift_left(seat.role, 6), rows)
-  address = shared.vector(at.NORMS, index)
+  address = shared.of_token(at.NORMS, index)
   mine, elements = at.on_diagonal(seat)
   if not options.normalize_qk:
     for half in range(2):
@@ -71,10 +71,42 @@ def store_norms(seat: Seat, shared: Shared, options):
     norm = warp.rsqrt(square + 1e-6) * factor
     if shared.masked:
       # What stands in a row that is no token may not even be a number.
-      (flag,) = warp.load(shared.vector(at.FLAGS, rows), 32 * half, 1)
+      (flag,) = warp.load(shared.of_token(at.FLAGS, rows), 32 * half, 1)
       valid = warp.compare(warp.bit_and(flag, 1 << VALID), 'ne', 0)
       norm = warp.where(valid, norm, 0.0)
     warp.store(address, 32 * half, [norm], predicate=mine)
+
+
+class Gates:
+  """The gates of this lane's channels, token by token.
+
+  Attributes:
+    affine: slope and shift of the argument of the sigmoid's power of two; None
+      if the gates are log decays.
+  """
+
+  def __init__(self, seat: Seat, shared: Shared, affine, options):
+    self.affine = affine
+    self._seat, self._tile = seat, shared.own(seat, at.GATE)
+    self._flags = flags_of(seat, shared)
+    bound = options.lower_bound if affine is not None else 1.0
+    self._bound = bound * _LOG2E
+
+  def load(self, j: int) -> list[warp.Real]:
+    """Arguments of the powers of two, or log decays, of a token."""
+    (word,) = warp.load(*self._seat.token(self._tile, j), 1)
+    gates = warp.unpack(_kept(word, self._flags(j), VALID))
+    if self.affine is None:
+      return list(gates)
+    slope, shift = self.affine
+    return [warp.fma(x, slope, s) for x, s in zip(gates, shift)]
+
+  def decay(self, j: int, sigmoids, decay) -> list[warp.Real]:
+    """The running decay after a token, in powers of two."""
+    flag, bound = self._flags(j), self._bound
+    if flag is not None:
+      bound = warp.keep_real(bound, warp.bit_mask(flag, VALID))
+    return [warp.fma(s, bound, d) for s, d in zip(sigmoids, decay)]
 
 
 def _sigmoid(argument: warp.Real) -> tuple[warp.Real, warp.Real]:
@@ -90,24 +122,13 @@ def running_decay(seat: Seat, shared: Shared, affine, options):
   """
   offset = float(options.offset)
   decay = [warp.Real(offset)] * 2
-  if options.activate_gate:
-    slope, shift = affine
-  flags = flags_of(seat, shared)
-  tile = shared.own(seat, at.GATE)
-  rows = []
+  gates, rows = Gates(seat, shared, affine, options), []
   for j in range(16):
-    (word,) = warp.load(*seat.token(tile, j), 1)
-    flag = flags(j)
-    gates = warp.unpack(_kept(word, flag, VALID))
-    bound = options.lower_bound * _LOG2E if options.activate_gate else _LOG2E
-    if flag is not None:
-      bound = warp.keep_real(bound, warp.bit_mask(flag, VALID))
-    for i in range(2):
-      strength = gates[i]
-      if options.activate_gate:
-        strength = _sigmoid(warp.fma(gates[i], slope, shift[i]))[1]
-      decay[i] = warp.fma(strength, bound, decay[i])
-    rows.append(list(decay))
+    strengths = gates.load(j)
+    if affine is not None:
+      strengths = [_sigmoid(x)[1] for x in strengths]
+    decay = gates.decay(j, strengths, decay)
+    rows.append(decay)
   own = warp.add(warp.times(seat.block, WIDTH), seat.channel)
   totals = [x - offset for x in decay]
   warp.store(shared.vector(at.TOTALS, own), 0, totals)
@@ -158,7 +179,7 @@ def _share_factors(seat: Seat, shared: Shared, sums, rounded, options):
 
 
 def scale_rows(seat: Seat, shared: Shared, decay, options):
-  """Scales queries and keys; returns the decay from the rounded reference.
+  """Scales queries and keys; returns what rounding adds to the reference.
 
   Own tokens and channels of the queries and keys are overwritten; inversely
   scaled keys and -k~ go to their own tiles.
@@ -172,19 +193,23 @@ def scale_rows(seat: Seat, shared: Shared, decay, options):
   names = at.QUERY, at.KEY, at.INVERSE, at.MINUS_KEY
   query, key, inverse, minus = (shared.own(seat, n) for n in names)
   tokens = warp.shift_left(seat.block, 4)
-  norms = [shared.vector(at.NORMS + CHUNK * i, tokens) for i in range(2)]
-  rows = []
-  for j in range(16):
-    if j % 4 == 0:
-      recent = [warp.load_real(norm, 4 * j, 4) for norm in norms]
+  norms = [shared.of_token(at.NORMS + CHUNK * i, tokens) for i in range(2)]
+  # Loads do not pass stores, so they all come first.
+  loaded = [
+    [warp.load(*seat.token(t, j), 1)[0] for t in (query, key)]
+    for j in range(16)
+  ]
+  norms = [
+    [x for j in range(0, 16, 4) for x in warp.load_real(norm, 4 * j, 4)]
+    for norm in norms
+  ]
+  for j, words in enumerate(loaded):
     flag = flags(j)
     power = [x + s for x, s in zip(decay[j], shift)]
-    rows.append(power)
     growth = [warp.exp2(x) for x in power]
     shrink = [warp.exp2(-x) for x in power]
-    words = [warp.load(*seat.token(t, j), 1)[0] for t in (query, key)]
     queries, keys = (
-      [x * recent[i][j % 4] for x in warp.unpack(_kept(w, flag, VALID))]
+      [x * norms[i][j] for x in warp.unpack(_kept(w, flag, VALID))]
       for i, w in enumerate(words)
     )
     multiplied = lambda a, b: warp.pack(*[x * y for x, y in zip(a, b)])
@@ -194,7 +219,7 @@ def scale_rows(seat: Seat, shared: Shared, decay, options):
     warp.store(*seat.token(inverse, j), [multiplied(keys, shrink)])
     word = _kept(warp.multiply_pairs(scaled, to_minus), flag, ENTERS)
     warp.store(*seat.token(minus, j), [word])
-  return rows
+  return shift
 
 
 def mask_rows(seat: Seat, shared: Shared):
@@ -202,21 +227,21 @@ def mask_rows(seat: Seat, shared: Shared):
   flags = flags_of(seat, shared)
   for name in (at.VALUES, at.D_OUT):
     tile = shared.own(seat, name)
-    for j in range(16):
-      (word,) = warp.load(*seat.token(tile, j), 1)
+    loaded = [warp.load(*seat.token(tile, j), 1)[0] for j in range(16)]
+    for j, word in enumerate(loaded):
       warp.store(*seat.token(tile, j), [_kept(word, flags(j), VALID)])
 
 
 class Output:
   """Writes a lane's two channels of the tokens of one gradient."""
 
-  def __init__(self, seat: Seat, ref, stride: int):
-    """`ref`: the chunk's [64, 128] gradient; stride: bytes of a token."""
+  def __init__(self, seat: Seat, ref):
+    """`ref`: the chunk's [64, 128] gradient."""
+    self._stride = stride = at.row_bytes(ref)
     start = warp.add(
       warp.times(seat.block, 16 * stride), warp.shift_left(seat.channel, 1)
     )
     self._address = warp.advance(warp.global_address(ref), start)
-    self._stride = stride
 
   def write(self, j: int, values):
     warp.store_global(self._address, j * self._stride, [warp.pack(*values)])
@@ -224,58 +249,82 @@ class Output:
 
 def _row_sums(shared: Shared, tokens, j: int, options):
   """For 4 tokens: norms of q and k, and their products with the gradients."""
-  load = lambda offset: warp.load_real(shared.vector(offset, tokens), 4 * j, 4)
-  norms = [load(at.NORMS + CHUNK * i) for i in range(2)]
+  norms = [
+    warp.load_real(shared.of_token(at.NORMS + CHUNK * i, tokens), 4 * j, 4)
+    for i in range(2)
+  ]
   if not options.normalize_qk:
     return *norms, None, None
   dots = []
   for i, factor in ((0, -(options.scale**-2)), (1, -1.0)):
-    parts = [load(at.DOTS + CHUNK * (2 * role + i)) for role in range(2)]
+    places = [at.DOTS + CHUNK * (2 * role + i) for role in range(2)]
+    parts = [
+      warp.load_real(shared.vector(place, tokens), 4 * j, 4) for place in places
+    ]
     dots.append([(x + y) * factor for x, y in zip(*parts)])
   return *norms, *dots
 
 
-def input_gradients(seat: Seat, shared: Shared, decay, products, outputs):
+def input_gradients(seat: Seat, shared: Shared, shift, products, outputs):
   """Writes the gradients of q and k; returns terms of the gate's gradient.
 
   Args:
-    decay: exponents of the scaled queries, [token][channel].
-    products: YQ, YK, ZA, ZD of `mosaic_gpu_gradient`, likewise.
-    outputs: options, and an `Output` for q and for k.
+    shift: of `scale_rows`.
+    products: YQ, YK, ZA, ZD of `mosaic_gpu_gradient`, [token][channel].
+    outputs: options, the gate's affine map, and an `Output` for q and for k.
 
   Returns:
-    dG of each token and channel, but for what the chunk's end adds, and the
-    sum of k^ o dk^ over this lane's tokens.
+    dG of each token and channel, but for what the chunk's end adds; the sum of
+    k^ o dk^ over this lane's tokens; and for each token and channel the gate's
+    argument and the slope s (1 - s) of its sigmoid.
   """
-  options, d_query, d_key = outputs
+  options, affine, d_query, d_key = outputs
   names = at.QUERY, at.KEY, at.INVERSE
   tiles = [shared.own(seat, name) for name in names]
   tokens = warp.shift_left(seat.block, 4)
-  terms, written = [], [warp.Real(0.0)] * 2
+  gates = Gates(seat, shared, affine, options)
+  decay = [x + float(options.offset) for x in shift]
+  terms, slopes, written = [], [], [warp.Real(0.0)] * 2
   for j in range(16):
     if j % 4 == 0:
       recent = _row_sums(shared, tokens, j, options)
-    norm_q, norm_k, dot_q, dot_k = [r and r[j % 4] for r in recent]
+    sums = [r and r[j % 4] for r in recent]
+    strengths = gates.load(j)
+    if affine is not None:
+      arguments = [at.minimum(x, 126.0) for x in strengths]
+      pairs = [_sigmoid(x) for x in arguments]
+      strengths = [s for _, s in pairs]
+      slopes.append((arguments, [s * (power * s) for power, s in pairs]))
+    decay = gates.decay(j, strengths, decay)
     words = [warp.load(*seat.token(tile, j), 1)[0] for tile in tiles]
-    q, k, x = map(warp.unpack, words)
+    operands = list(map(warp.unpack, words))
     of_q, of_k, own = [], [], []
     for i in range(2):
-      y_q, y_k, near, far = (p[j][i] for p in products)
-      growth, shrink = warp.exp2(decay[j][i]), warp.exp2(-decay[j][i])
-      column = near + far
-      written[i] = warp.fma(x[i], far, written[i])
-      term = warp.fma(k[i], y_k, q[i] * y_q)
-      own.append(warp.fma(-x[i], column, term))
-      d_q = growth * y_q
-      if dot_q is not None:
-        d_q = warp.fma(q[i] * shrink, dot_q, d_q)
-        column = warp.fma(k[i], dot_k, column)
-      of_q.append(d_q * norm_q)
-      of_k.append(warp.fma(growth, y_k, shrink * column) * norm_k)
+      y = [p[j][i] for p in products]
+      term, *both = _element([x[i] for x in operands], y, decay[i], sums)
+      written[i] = warp.fma(operands[2][i], y[3], written[i])
+      own.append(term)
+      of_q.append(both[0])
+      of_k.append(both[1])
     d_query.write(j, of_q)
     d_key.write(j, of_k)
     terms.append(own)
-  return terms, written
+  return terms, written, slopes
+
+
+def _element(operands, products, decay: warp.Real, sums):
+  """One token's and channel's dG, and the gradients of its raw q and k."""
+  q, k, x = operands
+  y_q, y_k, near, far = products
+  norm_q, norm_k, dot_q, dot_k = sums
+  growth, shrink = warp.exp2(decay), warp.exp2(-decay)
+  column = near + far
+  term = warp.fma(-x, column, warp.fma(k, y_k, q * y_q))
+  d_q = growth * y_q
+  if dot_q is not None:
+    d_q = warp.fma(q * shrink, dot_q, d_q)
+    column = warp.fma(k, dot_k, column)
+  return term, d_q * norm_q, warp.fma(growth, y_k, shrink * column) * norm_k
 
 
 def _same(a: warp.Word, b: warp.Word):
@@ -318,7 +367,7 @@ def carried_sums(seat: Seat, shared: Shared):
     inside = load(at.SUMS, m)
     if shared.masked:
       first, last, before = (
-        warp.load(shared.vector(at.FLAGS + t), 0, 1)[0]
+        warp.load(shared.of_token(at.FLAGS + t), 0, 1)[0]
         for t in (16 * m, 16 * m + 15, 16 * m - 1)
       )
       whole, before = _same(first, last), _same(first, before)
@@ -337,18 +386,18 @@ def gate_gradients(seat: Seat, shared: Shared, sums, carry, outputs):
 
   Args:
     sums, carry: of `later_sums` and `carried_sums`.
-    outputs: options, slope and shift of the gate, and an `Output`.
+    outputs: options, slope and shift of the gate, what `input_gradients` found
+      of the sigmoids, and an `Output`.
 
   Returns:
     For each channel the sum over tokens of the gradient and of its product with
     the argument of the gate's power of two.
   """
-  options, affine, d_gate = outputs
+  options, affine, slopes, d_gate = outputs
   flags = flags_of(seat, shared)
-  tile = shared.own(seat, at.GATE)
   last = flags(15)
   plain, weighted = [warp.Real(0.0)] * 2, [warp.Real(0.0)] * 2
-  if options.activate_gate:
+  if affine is not None:
     factor = affine[0] * (-math.log(2) * options.lower_bound)
   for j in reversed(range(16)):
     flag, total = flags(j), sums[j]
@@ -357,21 +406,15 @@ def gate_gradients(seat: Seat, shared: Shared, sums, carry, outputs):
     else:
       same = _same(flag, last)
       total = [t + warp.where(same, c, 0.0) for t, c in zip(total, carry)]
-    if options.activate_gate:
-      (word,) = warp.load(*seat.token(tile, j), 1)
-      gates = warp.unpack(_kept(word, flag, VALID))
-      for i in range(2):
-        argument = warp.fma(gates[i], affine[0], affine[1][i])
-        power, s = _sigmoid(at.minimum(argument, 126.0))
-        total[i] = total[i] * (factor * s * (power * s))
-        if flag is not None:
-          valid = warp.compare(warp.bit_and(flag, 1 << VALID), 'ne', 0)
-          total[i] = warp.where(valid, total[i], 0.0)
-        plain[i] = plain[i] + total[i]
-        weighted[i] = warp.fma(total[i], argument, weighted[i])
-    elif flag is not None:
       valid = warp.compare(warp.bit_and(flag, 1 << VALID), 'ne', 0)
       total = [warp.where(valid, t, 0.0) for t in total]
+    if affine is not None:
+      arguments, slope = slopes[j]
+      total = [t * (factor * s) for t, s in zip(total, slope)]
+      plain = [p + t for p, t in zip(plain, total)]
+      weighted = [
+        warp.fma(t, a, w) for t, a, w in zip(total, arguments, weighted)
+      ]
     d_gate.write(j, total)
   return plain, weighted
 

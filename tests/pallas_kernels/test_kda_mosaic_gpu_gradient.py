@@ -52,7 +52,7 @@ class Block(Machine):
 
   def __init__(self):
     super().__init__(VECTORS + 4 * at.WORDS)
-    self.role = 0
+    self.role, self.slot = 0, 0
 
   def update_if(self, condition, values, body):
     before, self.on = self.on, self.on & condition
@@ -66,7 +66,16 @@ class Block(Machine):
   def halves(self):
     return self.bytes().view(np.uint16)
 
+  def place(self, index):
+    """Number of a tile from the start of shared memory."""
+    shift = at.REGION * self.slot * (index >= at.FIRST)
+    return index - shift if index >= at.REST else index + shift
+
+  def tokens(self):
+    return VECTORS + 4 * (at.OF_TOKENS + 4 * CHUNK * self.slot)
+
   def _tile(self, index):
+    index = self.place(index)
     row, column = np.indices((64, 64))
     byte = row * 128 + (((column // 8) ^ (row % 8)) * 16) + column % 8 * 2
     return (index * HALF + byte) // 2
@@ -82,9 +91,9 @@ class Block(Machine):
     for half in range(2):
       self.write(index + half, x[:, 64 * half : 64 * half + 64])
 
-  def vector(self, offset, count):
-    start = VECTORS // 4 + offset
-    return self.shared[start : start + count]
+  def of_tokens(self, offset):
+    start = self.tokens() // 4 + offset
+    return self.shared[start : start + CHUNK]
 
 
 @pytest.fixture
@@ -104,6 +113,7 @@ def block(monkeypatch):
   for module in (mosaic_gpu_place, at, pairs):
     monkeypatch.setattr(module, 'utils', threads)
   monkeypatch.setattr(at, 'update_if', block.update_if)
+  monkeypatch.setattr(at, 'row_bytes', lambda ref: 2 * WIDTH)
   monkeypatch.setattr(
     at, 'minimum', lambda a, b: Real(np.fmin(value(a), np.float32(b)))
   )
@@ -138,9 +148,9 @@ def load(block, chunk):
     for half in range(2):
       block.write_wide(first + 2 * half, chunk[name][64 * half :][:64])
   block.write(at.SOLVE, chunk['inverse'])
-  block.vector(at.BETA, CHUNK)[:] = chunk['beta'].view(np.int32)
+  block.of_tokens(at.BETA)[:] = chunk['beta'].view(np.int32)
   if chunk['flags'] is not None:
-    block.vector(at.FLAGS, CHUNK)[:] = chunk['flags']
+    block.of_tokens(at.FLAGS)[:] = chunk['flags']
 
 
 def solve(block, beta):
@@ -179,7 +189,8 @@ def run(block, options, chunk):
   """Emulates the kernel on one chunk."""
   load(block, chunk)
   masked = chunk['flags'] is not None
-  shared = at.Shared(words(0), words(VECTORS), masked)
+  tiles = [words(HALF * block.place(i)) for i in (0, at.FIRST, at.REST)]
+  shared = at.Shared(*tiles, words(VECTORS), words(block.tokens()), masked)
   slope = -SLOPE * np.log2(np.e)
   affine = Real(slope), [Real(slope * BIAS)] * 2
 
@@ -190,12 +201,12 @@ def run(block, options, chunk):
   decays = each_role(block, first)
 
   def second(seat):
-    decay = rows.scale_rows(seat, shared, decays[block.role], options)
+    shift = rows.scale_rows(seat, shared, decays[block.role], options)
     if masked:
       rows.mask_rows(seat, shared)
-    return decay
+    return shift
 
-  decays = each_role(block, second)
+  shifts = each_role(block, second)
   solve(block, chunk['beta'])
   products = [state_products(block, role) for role in range(2)]
   out = {n: np.zeros((CHUNK, 64), np.int32) for n in ('dq', 'dk', 'dgate')}
@@ -209,14 +220,14 @@ def run(block, options, chunk):
     pairs.store_through(seat, shared)
 
   each_role(block, third)
-  return finish(block, options, shared, affine, (decays, products), out)
+  return finish(block, options, shared, affine, (shifts, products), out)
 
 
 def finish(block, options, shared, affine, given, out):
   """Emulates `_emit`."""
-  decays, products = given
+  shifts, products = given
   outputs = lambda seat: [
-    rows.Output(seat, out[n], 2 * WIDTH) for n in ('dq', 'dk', 'dgate')
+    rows.Output(seat, out[n]) for n in ('dq', 'dk', 'dgate')
   ]
 
   def fourth(seat):
@@ -233,20 +244,21 @@ def finish(block, options, shared, affine, given, out):
   def fifth(seat):
     d_query, d_key, _ = outputs(seat)
     role = block.role
-    terms, written = rows.input_gradients(
-      seat, shared, decays[role], four[role], (options, d_query, d_key)
+    given = options, affine, d_query, d_key
+    terms, written, slopes = rows.input_gradients(
+      seat, shared, shifts[role], four[role], given
     )
     sums = rows.later_sums(seat, shared, terms)
     rows.share_sums(seat, shared, sums[0], written)
-    return sums
+    return sums, slopes
 
   sums = each_role(block, fifth)
 
   def sixth(seat):
     carry = rows.carried_sums(seat, shared)
-    totals = rows.gate_gradients(
-      seat, shared, sums[block.role], carry, (options, affine, outputs(seat)[2])
-    )
+    own, slopes = sums[block.role]
+    given = options, affine, slopes, outputs(seat)[2]
+    totals = rows.gate_gradients(seat, shared, own, carry, given)
     rows.write_partials(seat, out['partial'], *totals)
 
   each_role(block, sixth)
@@ -344,6 +356,7 @@ def gradients_of(block, given, ids, masked: bool):
     part = {m: x[CHUNK * n : CHUNK * n + CHUNK] for m, x in named.items()}
     part |= dict(zip(('state', 'inverse', 'dstate'), (s[n] for s in states)))
     part['flags'] = flags[n] if masked else None
+    block.slot = n % 2
     chunks.append(run(block, options, part))
   rows = lambda name: np.concatenate([c[name] for c in chunks])
   got = {n: rows('d' + n) for n in ('q', 'k', 'gate', 'beta')}
