@@ -231,7 +231,7 @@ def _chunked_backward(settings, residuals, cotangents):
   d_raw = _raw_gradients(raw, scanned['d_values'], chunks, settings)
   if initial_state is None:
     return d_raw, None, None
-  d_state_bhkv = jnp.swapaxes(scanned['entering'][:, :, 0], 2, 3)
+  d_state_bhkv = jnp.swapaxes(scanned['entering'], 2, 3)
   d_state_bhkv = d_state_bhkv[:, :, : initial_state.shape[2]]
   return d_raw, d_state_bhkv.astype(initial_state.dtype), None
 

@@ -8,6 +8,10 @@ is zero, and what came before changes b no more. A scan from zero, from that
 chunk on, gives b, and `fold` takes a state through the pieces.
 
 Where M does not vanish every chunk is read, at the cost of two more scans.
+
+The cotangent that leaves a range maps to M^T dS + c, the one that enters it.
+There `maps` multiplies from the first chunk on: where it stops, nothing that
+comes later reaches the start of the range. Pieces then count from the last one.
 """
 
 from __future__ import annotations
@@ -97,8 +101,8 @@ def _stored(shared) -> jax.Array:
   return load(shared)
 
 
-def _multiply(place, refs):
-  """One warpgroup's rows of M, and the chunks it took."""
+def _multiply(place, refs, reverse: bool):
+  """One warpgroup's rows of M, of M^T if reverse, and the chunks it took."""
   outer, stage, (full, empty) = refs
   b, head, piece, _, chunks = place
   rows = lax.axis_index('role')
@@ -111,11 +115,11 @@ def _multiply(place, refs):
     decay = scan_kernel.load(stage['gamma'].at[slot], _PER_COLUMN)
     kept_lk = x_lk * lax.broadcast_in_dim(decay, x_lk.shape, [1])
     zero = scan_kernel.zeros((_ROWS, CHUNK))
-    update = stage['update'].at[slot]
-    (e_lc,) = scan_kernel.accumulate((zero, left, update.T))
+    names = reversed(_OPERANDS) if reverse else _OPERANDS
+    second, first = (stage[name].at[slot] for name in names)
+    (e_lc,) = scan_kernel.accumulate((zero, left, first.T))
     left = e_lc.astype(jnp.bfloat16)
-    minus_key = stage['minus_key'].at[slot]
-    (x_lk,) = scan_kernel.accumulate((kept_lk, left, minus_key))
+    (x_lk,) = scan_kernel.accumulate((kept_lk, left, second))
     small = _all_small(x_lk, stage['small'])
     plgpu.barrier_arrive(empty.at[slot])
     return i + 1, small, x_lk
@@ -138,13 +142,14 @@ def _multiply(place, refs):
     outer['first'].at[b, head, piece][...] = first
 
 
-def _produce(place, refs):
-  """Fetches chunks from the last to the first until M has vanished."""
+def _produce(place, refs, reverse: bool):
+  """Fetches chunks from the last, or the first, on until M has vanished."""
   outer, stage, (full, empty) = refs
   b, head, _, first, chunks = place
 
   def fetch(i):
-    slot, n = lax.rem(i, _STAGES), first + chunks - 1 - i
+    slot = lax.rem(i, _STAGES)
+    n = first + (i if reverse else chunks - 1 - i)
     tokens = pl.ds(n * CHUNK, CHUNK)
     copies = [(outer[x].at[b, head, tokens], x) for x in _OPERANDS]
     for source, name in [*copies, (outer['gamma'].at[b, head, n], 'gamma')]:
@@ -167,7 +172,7 @@ _OPERANDS = ('minus_key', 'update')
 _STAGED = (*_OPERANDS, 'gamma', 'small')
 
 
-def _maps_body(sizes, names, *refs):
+def _maps_body(sizes, names, reverse, *refs):
   """One thread block: one piece of one chain."""
   heads, chunks, pieces = sizes
   outer = dict(zip(names, refs))
@@ -177,35 +182,41 @@ def _maps_body(sizes, names, *refs):
   head, rest = lax.rem(index, heads), lax.div(index, heads)
   piece, b = lax.rem(rest, pieces - 1), lax.div(rest, pieces - 1)
   longest = pl.cdiv(chunks, pieces)
-  place = b, head, piece, piece * longest, jnp.int32(longest)
+  first = (pieces - 1 - piece if reverse else piece) * longest
+  count = jnp.minimum(longest, chunks - first)
+  place = b, head, piece, first, count
   role = lax.axis_index('role')
   refs = outer, stage, (full, empty)
 
   @pl.when(role < _GROUPS)
   def _():
     plgpu.set_max_registers(224, action='increase')
-    _multiply(place, refs)
+    _multiply(place, refs, reverse)
 
   @pl.when(role == _GROUPS)
   def _():
     plgpu.set_max_registers(40, action='decrease')
-    _produce(place, refs)
+    _produce(place, refs, reverse)
 
   plgpu.barrier_arrive(done)
   plgpu.barrier_wait(done)
 
 
-def maps(arrays: dict[str, jax.Array], pieces: int) -> dict[str, jax.Array]:
-  """The linear maps of all pieces but the last.
+def maps(
+  arrays: dict[str, jax.Array], pieces: int, *, reverse: bool = False
+) -> dict[str, jax.Array]:
+  """The linear maps of all pieces but the last, or in reverse but the first.
 
   Args:
     arrays: minus_key, update, gamma as in `mosaic_gpu_scan.scan`.
     pieces: at least 2, each of ceil(chunks / pieces) chunks but the last,
       which has at least one.
+    reverse: pieces are those of cotangents, counted from the chain's end.
 
   Returns:
-    map [B, HV, P - 1, 128, 128] float32, M; first [B, HV, P - 1, 128] int32,
-    one number 128 times: the chunk of the piece before which nothing matters.
+    map [B, HV, P - 1, 128, 128] float32, M, in reverse M^T; first
+    [B, HV, P - 1, 128] int32, one number 128 times: the chunk of the piece, in
+    the order of the scan, before which nothing matters.
   """
   batch, heads, padded, _ = arrays['minus_key'].shape
   lead = batch, heads, pieces - 1
@@ -219,7 +230,7 @@ def maps(arrays: dict[str, jax.Array], pieces: int) -> dict[str, jax.Array]:
     (_STAGES, CHUNK, WIDTH), jnp.bfloat16, transforms=_TRANSFORMS
   )
   kernel = plgpu.kernel(
-    lambda *refs: _maps_body(sizes, names, *refs),
+    lambda *refs: _maps_body(sizes, names, reverse, *refs),
     out_type=tuple(written.values()),
     grid=(math.prod(lead),),
     grid_names=('block',),

@@ -14,7 +14,7 @@ Kimi Linear (arXiv 2510.26692):
 V enters E as it is, so dE is the gradient of V. As in the forward everything is
 held transposed, values along rows, so that left operands stay in registers and
 only two products of a chunk wait for each other. Masks of documents are in the
-operands.
+operands. Pieces of a chain are counted from its end, where this scan begins.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.kda import mosaic_gpu_pieces as chain_pieces
 from pallas_kernels.kda.mosaic_gpu_place import CHUNK, VALID, WIDTH
+from pallas_kernels.kda.mosaic_gpu_scan import load, zeros
 
 _ROWS = 64  # rows of values of one computing warpgroup
 _STAGES = 2
 _TILE = plgpu.Layout.WGMMA
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_OPERANDS = ('minus_key', 'update', 'query', 'scores')
 _STAGED = ('d_values', 'd_state')  # buffers of results
 
 
@@ -44,30 +47,23 @@ class Plan:
   Attributes:
     pieces: independent ranges of equal length that the chunks are cut into.
     some: the first piece to run and the one to stop before; all if None.
-    cotangent: dO is read; otherwise it is zero, and the result is the linear
-      map of each range applied to `leaving`, to twice the precision of a
-      bfloat16 operand: it will be a factor of many states.
     output: the gradient of V and the cotangents between chunks are written.
     leaving: the cotangents that leave the pieces are read, otherwise zero.
     masked: rows of dO that belong to no token are ignored.
+    skipping: each piece begins `first` chunks later.
   """
 
   pieces: int = 1
   some: tuple[int, int] | None = None
-  cotangent: bool = True
   output: bool = True
   leaving: bool = True
   masked: bool = False
+  skipping: bool = False
 
   @property
   def running(self) -> range:
     """Pieces that run."""
     return range(*(self.some or (0, self.pieces)))
-
-  @property
-  def flagged(self) -> bool:
-    """Whether flags of tokens are read."""
-    return self.cotangent and self.masked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,29 +94,12 @@ def _accumulate(*sums):
   return lax.optimization_barrier(pl.run_state(body)(starts))
 
 
-def _zeros(shape: tuple[int, int]) -> jax.Array:
-  return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _TILE)
-
-
-def _load(ref, layout=_TILE) -> jax.Array:
-  return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _parts(x: jax.Array, exact: bool) -> list[jax.Array]:
-  """x as one bfloat16 operand, or as two that add up to it."""
-  high = x.astype(jnp.bfloat16)
-  if not exact:
-    return [high]
-  high = lax.optimization_barrier(high)
-  return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
-
-
 def _d_out(plan: Plan, stage, slot, rows) -> jax.Array:
   """dO^T of a chunk, zero where there is no token."""
-  d_out_vc = _load(stage['d_out'].at[slot, rows].T)
+  d_out_vc = load(stage['d_out'].at[slot, rows].T)
   if not plan.masked:
     return d_out_vc
-  flags_c = _load(stage['flags'].at[slot], _PER_COLUMN)
+  flags_c = load(stage['flags'].at[slot], _PER_COLUMN)
   shape = d_out_vc.shape
   valid_vc = lax.broadcast_in_dim(flags_c & (1 << VALID), shape, [1]) != 0
   wide_vc = jnp.where(valid_vc, d_out_vc.astype(jnp.float32), 0.0)
@@ -130,21 +109,19 @@ def _d_out(plan: Plan, stage, slot, rows) -> jax.Array:
 def _chunk_step(plan: Plan, stage, at, x_vk):
   """One chunk: (dE^T, the cotangent before it). `at`: slot, and row block."""
   slot, rows = at
-  exact = not plan.cotangent
-  decay = _load(stage['gamma'].at[slot], _PER_COLUMN)
+  tile = {name: stage[name].at[slot] for name in _OPERANDS}
+  decay = load(stage['gamma'].at[slot], _PER_COLUMN)
   kept_vk = x_vk * lax.broadcast_in_dim(decay, x_vk.shape, [1])
-  update = stage['update'].at[slot].T
-  products = [(part, update) for part in _parts(x_vk, exact)]
-  sums = [(_zeros((_ROWS, CHUNK)), products)]
-  if plan.cotangent:
-    d_out_vc = _d_out(plan, stage, slot, rows)
-    products.insert(0, (d_out_vc, stage['scores'].at[slot]))
-    sums.append((kept_vk, [(d_out_vc, stage['query'].at[slot])]))
-  e_vc, *state_vk = _accumulate(*sums)
-  start = state_vk[0] if plan.cotangent else kept_vk
-  minus_key = stage['minus_key'].at[slot]
-  products = [(part, minus_key) for part in _parts(e_vc, exact)]
-  (x_vk,) = _accumulate((start, products))
+  left, d_out_vc = x_vk.astype(jnp.bfloat16), _d_out(plan, stage, slot, rows)
+  e_vc, x_vk = _accumulate(
+    (
+      zeros((_ROWS, CHUNK)),
+      [(d_out_vc, tile['scores']), (left, tile['update'].T)],
+    ),
+    (kept_vk, [(d_out_vc, tile['query'])]),
+  )
+  left = e_vc.astype(jnp.bfloat16)
+  (x_vk,) = _accumulate((x_vk, [(left, tile['minus_key'])]))
   return e_vc, x_vk
 
 
@@ -156,15 +133,15 @@ def _compute(plan: Plan, place, refs):
   rows = lax.axis_index('role')
   own = pl.ds(rows * _ROWS, _ROWS)
   if plan.leaving:
-    state = _load(outer['leaving'].at[b, head, piece, own])
+    state = load(outer['leaving'].at[b, head, piece, own])
   else:
-    state = _zeros((_ROWS, WIDTH))
+    state = zeros((_ROWS, WIDTH))
 
   def step(n, x_vk):
     slot, chunk = lax.rem(n, _STAGES), first + chunks - 1 - n
     if plan.output:
       staged = stage['d_state'].at[rows]
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of one chunk ago
       staged[...] = x_vk.astype(jnp.bfloat16)
       plgpu.commit_smem()
       dest = outer['d_state'].at[b, head, chunk, own]
@@ -174,7 +151,7 @@ def _compute(plan: Plan, place, refs):
     plgpu.barrier_arrive(empty.at[slot])
     if plan.output:
       staged = stage['d_values'].at[rows]
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of one chunk ago
       staged.T[...] = e_vc.astype(jnp.bfloat16)
       plgpu.commit_smem()
       tokens = pl.ds(chunk * CHUNK, CHUNK)
@@ -185,12 +162,6 @@ def _compute(plan: Plan, place, refs):
   state = lax.fori_loop(0, chunks, step, state)
   outer['entering'].at[b, head, piece, own][...] = state
   plgpu.wait_smem_to_gmem(0)
-
-
-def _operands(plan: Plan) -> list[str]:
-  """The names of the operands that are read."""
-  needed = ['minus_key', 'update']
-  return needed + ['query', 'scores'] * plan.cotangent
 
 
 def _fetch(plan: Plan, place, n, refs):
@@ -205,15 +176,14 @@ def _fetch(plan: Plan, place, n, refs):
     plgpu.copy_gmem_to_smem(source, dest, arrived)
 
   copy(outer['gamma'].at[b, head, chunk], stage['gamma'].at[slot])
-  for name in _operands(plan):
+  for name in _OPERANDS:
     copy(outer[name].at[b, head, tokens], stage[name].at[slot])
-  if plan.flagged:
+  if plan.masked:
     copy(outer['flags'].at[b, tokens], stage['flags'].at[slot])
-  if plan.cotangent:
-    for rows in range(stage['d_out'].shape[1]):
-      own = pl.ds(_ROWS * rows, _ROWS)
-      source = outer['d_out'].at[b, tokens, head, own]
-      copy(source, stage['d_out'].at[slot, rows])
+  for rows in range(stage['d_out'].shape[1]):
+    own = pl.ds(_ROWS * rows, _ROWS)
+    source = outer['d_out'].at[b, tokens, head, own]
+    copy(source, stage['d_out'].at[slot, rows])
 
 
 def _produce(plan: Plan, place, refs):
@@ -240,8 +210,11 @@ def _body(plan: Plan, size: Size, names, *refs):
   count = len(plan.running)
   piece, b = lax.rem(rest, count), lax.div(rest, count)
   longest = pl.cdiv(size.chunks, plan.pieces)
-  first = (piece + plan.running.start) * longest
-  place = (b, head, piece, first, jnp.minimum(longest, size.chunks - first))
+  first = (plan.pieces - 1 - plan.running.start - piece) * longest
+  chunks = jnp.minimum(longest, size.chunks - first)
+  if plan.skipping:
+    chunks -= outer['first'][b, head, piece, 0]
+  place = (b, head, piece, first, chunks)
   role = lax.axis_index('role')
   refs = outer, stage, (full, empty)
 
@@ -267,11 +240,10 @@ def _stages(plan: Plan, groups: int) -> dict:
   """Shared memory by name."""
   ring = _STAGES
   width = {'scores': CHUNK}
-  stage = {n: _tile(ring, CHUNK, width.get(n, WIDTH)) for n in _operands(plan)}
+  stage = {n: _tile(ring, CHUNK, width.get(n, WIDTH)) for n in _OPERANDS}
   stage['gamma'] = plgpu.SMEM((ring, WIDTH), jnp.float32)
-  if plan.cotangent:
-    stage['d_out'] = _tile(ring, groups, CHUNK, _ROWS)
-  if plan.flagged:
+  stage['d_out'] = _tile(ring, groups, CHUNK, _ROWS)
+  if plan.masked:
     stage['flags'] = plgpu.SMEM((ring, CHUNK), jnp.int32)
   if plan.output:
     stage['d_values'] = _tile(groups, CHUNK, _ROWS)
@@ -282,7 +254,8 @@ def _stages(plan: Plan, groups: int) -> dict:
 def _inputs(arrays: dict[str, jax.Array], plan: Plan, groups: int) -> dict:
   """What the kernel reads, by name."""
   names = [n for n in _stages(plan, groups) if n not in _STAGED]
-  return {name: arrays[name] for name in names + ['leaving'] * plan.leaving}
+  names += ['leaving'] * plan.leaving + ['first'] * plan.skipping
+  return {name: arrays[name] for name in names}
 
 
 def _outputs(arrays, plan: Plan, size: Size) -> dict[str, jax.ShapeDtypeStruct]:
@@ -302,7 +275,7 @@ def _scratch(plan: Plan, groups: int) -> list:
   """Shared memory and barriers of a thread block."""
   stage = _stages(plan, groups)
   loaded = [n for n in stage if n not in _STAGED]
-  copies = len(loaded) + (groups - 1) * plan.cotangent
+  copies = len(loaded) + groups - 1
   return [
     *stage.values(),
     plgpu.Barrier(num_arrivals=copies, num_barriers=_STAGES),
@@ -320,8 +293,8 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
       `mosaic_gpu_prep` makes them; d_out [B, T, HV, V] bfloat16, V 64 or 128,
       the cotangent of the output; flags [B, N * 64] int32 if plan.masked;
       leaving [B, HV, P, V, 128] float32, the cotangents of the states that
-      leave the P pieces that run, if plan.leaving. Only what the plan uses is
-      read.
+      leave the P pieces that run, if plan.leaving; first [B, HV, P, .] int32,
+      how many chunks each leaves out, if plan.skipping.
     plan: see `Plan`. With several pieces each starts from its own cotangent.
 
   Returns:
@@ -331,8 +304,7 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
     the state that leaves each chunk.
   """
   batch, heads, padded, _ = arrays['minus_key'].shape
-  width = arrays['d_out'].shape[3] if plan.cotangent else WIDTH
-  size = Size(batch, heads, padded // CHUNK, width)
+  size = Size(batch, heads, padded // CHUNK, arrays['d_out'].shape[3])
   read = _inputs(arrays, plan, size.groups)
   written = _outputs(arrays, plan, size)
   names = (*read, *written)
@@ -357,8 +329,8 @@ def in_pieces(
 ) -> dict[str, jax.Array]:
   """`scan` of whole chains that are cut into pieces.
 
-  A piece maps the cotangent dS that leaves it to dS M + c, transposed states.
-  A scan from zero gives c, a scan of the identity without dO gives M.
+  As in `mosaic_gpu_pieces.entering`, a scan from zero gives what the chunks of
+  a piece add to the cotangent that leaves the piece before it.
 
   Args:
     arrays: as for `scan`; 'leaving' [B, HV, 1, V, 128] float32, of the whole
@@ -367,45 +339,19 @@ def in_pieces(
     masked: as in `Plan`.
 
   Returns:
-    d_values, d_state as `scan`; entering [B, HV, P, V, 128], of which the
-    first piece's is that of the whole chains.
+    d_values, d_state as `scan`; entering [B, HV, V, 128], the cotangent of the
+    state that enters each chain.
   """
   plan = lambda **more: Plan(pieces=pieces, masked=masked, **more)
-  last = arrays.get('leaving')
   if pieces > 1:
-    leaving = _piece_cotangents(arrays, last, plan)
-    arrays, last = arrays | {'leaving': leaving}, leaving
-  return scan(arrays, plan(leaving=last is not None))
-
-
-def _piece_cotangents(arrays: dict, last, plan) -> jax.Array:
-  """Cotangent [B, HV, P, V, K] of the state that leaves each piece."""
-  pieces = plan().pieces
-  zero = plan(leaving=False, output=False, some=(1, pieces))
-  constant_bhpvk = scan(arrays, zero)['entering']
-  shape = constant_bhpvk.shape
-  # From zero the last piece needs no map.
-  stop = pieces if last is not None else pieces - 1
-  if last is None:
-    state_bhvk = jnp.zeros_like(constant_bhpvk[:, :, 0])
-  else:
-    state_bhvk = last[:, :, 0]
-  if stop > 1:
-    identity = jnp.eye(WIDTH, dtype=jnp.float32)
-    identity = jnp.broadcast_to(
-      identity, (*shape[:2], stop - 1, *identity.shape)
+    found = chain_pieces.maps(arrays, pieces, reverse=True)
+    zero = plan(
+      leaving=False, output=False, some=(0, pieces - 1), skipping=True
     )
-    linear = plan(cotangent=False, output=False, some=(1, stop))
-    maps_bhpkl = scan(arrays | {'leaving': identity}, linear)['entering']
-  states = [state_bhvk]
-  for p in reversed(range(1, pieces)):
-    moved_bhvl = constant_bhpvk[:, :, p - 1]
-    if p < stop:
-      moved_bhvl += jnp.einsum(
-        'bhvk,bhkl->bhvl',
-        states[-1],
-        maps_bhpkl[:, :, p - 1],
-        precision='highest',
-      )
-    states.append(moved_bhvl)
-  return jnp.stack(states[::-1], axis=2)
+    scanned = scan(arrays | {'first': found['first']}, zero)
+    found['constant'] = scanned['entering']
+    if 'leaving' in arrays:
+      found['initial'] = arrays['leaving']
+    arrays = arrays | {'leaving': chain_pieces.fold(found)}
+  results = scan(arrays, plan(leaving='leaving' in arrays))
+  return results | {'entering': results['entering'][:, :, -1]}

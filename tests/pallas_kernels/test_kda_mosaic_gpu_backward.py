@@ -5,6 +5,7 @@ so that what lies between them is tested: pieces, documents, widths, grouped
 heads, and what is saved. The tests marked gpu run the kernels themselves.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -258,17 +259,20 @@ def plain_scan(arrays, plan):
   return result
 
 
-def plain_maps(arrays, pieces):
+def plain_maps(arrays, pieces, reverse=False):
   """`mosaic_gpu_pieces.maps` by its definition, with its roundings."""
   minus_key, _, update, _, gamma = cut_operands(arrays)
-  lead, longest = minus_key.shape[:2], -(-minus_key.shape[2] // pieces)
-  found = []
+  lead, count = minus_key.shape[:2], minus_key.shape[2]
+  longest, found = -(-count // pieces), []
+  left, right = (minus_key, update) if reverse else (update, minus_key)
   for piece in range(pieces - 1):
+    start = (pieces - 1 - piece if reverse else piece) * longest
+    chunk_range = range(start, min(start + longest, count))
     x = jnp.broadcast_to(jnp.eye(128), (*lead, 128, 128))
-    for n in reversed(range(piece * longest, (piece + 1) * longest)):
-      e = product('bhlk,bhck->bhlc', half(x), update[:, :, n])
+    for n in chunk_range if reverse else reversed(chunk_range):
+      e = product('bhlk,bhck->bhlc', half(x), left[:, :, n])
       x = gamma[:, :, n, None] * x
-      x += product('bhlc,bhck->bhlk', half(e), minus_key[:, :, n])
+      x += product('bhlc,bhck->bhlk', half(e), right[:, :, n])
     found.append(x)
   first = jnp.zeros((*lead, pieces - 1, 128), jnp.int32)
   return {'map': jnp.stack(found, 2), 'first': first}
@@ -288,24 +292,24 @@ def plain_fold(arrays):
 def plain_reverse(arrays, plan):
   """`mosaic_gpu_reverse.scan` by its definition, with its roundings."""
   minus_key, query, update, scores, gamma = cut_operands(arrays)
-  wide = arrays['d_out'].shape[3] if plan.cotangent else 128
   lead, count = minus_key.shape[:2], minus_key.shape[2]
-  operand = half if plan.cotangent else lambda x: x
-  if plan.cotangent:
-    d_out = cut_rows(arrays['d_out'], arrays, plan.masked)
+  wide = arrays['d_out'].shape[3]
+  d_out = cut_rows(arrays['d_out'], arrays, plan.masked)
   d_values, d_state, entering = {}, {}, []
-  for i, piece in pieces_of(plan, count):
+  ranges = [
+    r for _, r in pieces_of(dataclasses.replace(plan, some=None), count)
+  ]
+  for i, piece in enumerate(plan.running):
     state = jnp.zeros((*lead, wide, 128), jnp.float32)
     if plan.leaving:
       state = arrays['leaving'][:, :, i]
-    for n in reversed(piece):
+    for n in reversed(ranges[plan.pieces - 1 - piece]):
       d_state[n] = half(state)
-      e = product('bhck,bhvk->bhcv', update[:, :, n], operand(state))
+      e = product('bhck,bhvk->bhcv', update[:, :, n], half(state))
+      e += product('bhdc,bhdv->bhcv', scores[:, :, n], d_out[:, :, n])
       state = gamma[:, :, n, None] * state
-      if plan.cotangent:
-        e += product('bhdc,bhdv->bhcv', scores[:, :, n], d_out[:, :, n])
-        state += product('bhcv,bhck->bhvk', d_out[:, :, n], query[:, :, n])
-      state += product('bhcv,bhck->bhvk', operand(e), minus_key[:, :, n])
+      state += product('bhcv,bhck->bhvk', d_out[:, :, n], query[:, :, n])
+      state += product('bhcv,bhck->bhvk', half(e), minus_key[:, :, n])
       d_values[n] = half(e)
     entering.append(state)
   result = {'entering': jnp.stack(entering, 2)}
