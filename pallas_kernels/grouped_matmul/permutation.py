@@ -61,13 +61,30 @@ def sort_rows(indices_tj, num_experts: int, mask_t=None) -> Permutation:
   if mask_t is not None:
     known_tj &= mask_t[:, None]
   expert_g = jnp.where(known_tj, indices_tj, num_experts).reshape(-1)
-  order = jnp.argsort(expert_g, stable=True).astype(jnp.int32)
-  row_g = jnp.arange(order.size, dtype=jnp.int32)
+  row_g = jnp.arange(expert_g.size, dtype=jnp.int32)
+  expert_g, order = jax.lax.sort((expert_g, row_g), num_keys=1, is_stable=True)
   inverse = jnp.zeros_like(order).at[order].set(row_g, unique_indices=True)
-  sizes = jnp.bincount(expert_g, length=num_experts + 1)[:num_experts]
   return Permutation(
-    order, inverse.reshape(indices_tj.shape), sizes.astype(jnp.int32)
+    order, inverse.reshape(indices_tj.shape), _sizes(expert_g, num_experts)
   )
+
+
+def _sizes(expert_g, num_experts: int):
+  """How often each of [0, num_experts) occurs among sorted integers.
+
+  Every expert writes at most once, where its rows start; counting would add
+  all rows to few cells, many at the same time.
+  """
+  rows = expert_g.size
+  row_g = jnp.arange(rows, dtype=jnp.int32)
+  before_g = jnp.roll(expert_g, 1)
+  starts_g = (row_g == 0) | (expert_g != before_g)
+  cell_g = jnp.where(starts_g, expert_g, num_experts + 1)
+  start_e = jnp.full(num_experts + 1, rows, jnp.int32)
+  start_e = start_e.at[cell_g].set(row_g, mode='drop')
+  # An expert without rows starts where the next one with rows does.
+  start_e = jax.lax.cummin(start_e, reverse=True)
+  return jnp.diff(start_e)
 
 
 @jax.custom_vjp
