@@ -26,13 +26,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.model import layout
 
@@ -79,7 +78,7 @@ class Plan:
   @functools.cached_property
   def places(self) -> dict[str, Any]:
     """The template's places, nested like the parameters of its nodes."""
-    return _places(self.nodes, 0)[0]
+    return _places(self.nodes, 0)
 
   def spread(self, x_n: np.ndarray) -> Any:
     """[..., places] as arrays [..., *repeats] nested like the parameters."""
@@ -139,159 +138,164 @@ def _merged(a: tuple, b: tuple) -> tuple:
   return shortest[0, 0]
 
 
-def _places(nodes, start: int) -> tuple[dict[str, Any], int]:
-  """Places of a body from `start` on, and how many it has."""
+def _places(nodes, start: int) -> dict[str, Any]:
+  """The places of a body whose first is `start`."""
   found, at = {}, start
   for position, node in enumerate(nodes):
     name = layout.child_name(position, node)
     if isinstance(node, layout.Layer):
       found[name] = np.asarray(at)
     else:
-      inner, each = _places(node.body, at)
-      copies = [
-        jax.tree.map(lambda x, n=n: x + n * each, inner)
-        for n in range(node.count)
-      ]
+      each = node.layers // node.count
+      copies = [_places(node.body, at + n * each) for n in range(node.count)]
       found[name] = jax.tree.map(lambda *xs: np.stack(xs), *copies)
     at += node.layers
-  return found, at - start
+  return found
 
 
-def leaves(
-  nodes: Sequence[layout.Node], tree: Any
-) -> Iterator[tuple[tuple[str, ...], layout.Layer, Any]]:
-  """(path, kind, entry) of every layer of a body in a tree nested like it."""
-  for position, node in enumerate(nodes):
-    name = layout.child_name(position, node)
-    if isinstance(node, layout.Layer):
-      yield (name,), node, tree[name]
-    else:
-      for path, kind, entry in leaves(node.body, tree[name]):
-        yield (name, *path), kind, entry
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-  """One stack of equal layers in the model's parameters.
-
-  Attributes:
-    path: where.
-    layers: int [*repeats], the layers it holds.
-  """
+class _Stack(NamedTuple):
+  """Equal layers on leading axes: int [*leading] with NONE, and their path."""
 
   path: tuple[str, ...]
+  kind: layout.Layer
   layers: np.ndarray
 
 
-def _rows(config: ModelConfig) -> dict[layout.Layer, list[_Row]]:
-  """The stacks of each kind, in the order of their first layer."""
-  stacks: dict = {}
+def _model_stacks(config: ModelConfig) -> list[_Stack]:
+  """The stacks of the model's parameters."""
+  found: dict = {}
   for layer, (path, index) in enumerate(layout.layer_addresses(config)):
-    stacks.setdefault(path, {})[index] = layer
-  rows: dict = {}
-  for path, found in stacks.items():
-    shape = tuple(np.max(list(found), axis=0) + 1) if () not in found else ()
-    layers = np.zeros(shape, int)
-    for index, layer in found.items():
+    found.setdefault(path, {})[index] = layer
+  stacks = []
+  for path, layer_of in found.items():
+    layers = np.zeros([1 + max(axis) for axis in zip(*layer_of)], int)
+    for index, layer in layer_of.items():
       layers[index] = layer
-    kind = _kinds(config)[layers.flat[0]]
-    rows.setdefault(kind, []).append(_Row(path, layers))
-  return rows
+    stacks.append(_Stack(path, _kinds(config)[layers.flat[0]], layers))
+  return stacks
+
+
+def _stage_stacks(plan: Plan) -> list[_Stack]:
+  """The stacks of the template, [P, V, *repeats]."""
+  layers = plan.spread(plan.by_stage(plan.layer_at))
+  return list(_stage_leaves(plan.nodes, layers, ()))
+
+
+def _stage_leaves(nodes, tree, path) -> Iterator[_Stack]:
+  for position, node in enumerate(nodes):
+    name = layout.child_name(position, node)
+    here = (*path, name)
+    if isinstance(node, layout.Layer):
+      yield _Stack(here, node, tree[name])
+    else:
+      yield from _stage_leaves(node.body, tree[name], here)
 
 
 def to_stages(plan: Plan, params: Any) -> dict[str, Any]:
   """The layers' parameters by place, [P, V, *repeats, ...] over 'pipe'.
 
-  A place without a layer gets the first layer of its kind, so that what is
-  computed there and thrown away is finite.
+  A place without a layer gets another of its kind, so that what is computed
+  there and thrown away is finite.
   """
-  config, stacks, out = plan.config, _rows(plan.config), {}
-  together = {}
-  for kind, rows in stacks.items():
-    trees = [_at(params, row.path) for row in rows]
-    depths = [row.layers.ndim for row in rows]
-    together[kind] = jax.tree.map(
-      lambda *xs, depths=depths: _joined(xs, depths), *trees
-    )
-  place_of = {kind: _order(rows, config) for kind, rows in stacks.items()}
-  layers = plan.spread(plan.by_stage(plan.layer_at))
-  for path, kind, layer in leaves(plan.nodes, layers):
-    at = np.where(layer == NONE, 0, place_of[kind][np.maximum(layer, 0)])
-    _put(out, path, jax.tree.map(lambda x: _staged(x, at), together[kind]))
-  return out
-
-
-def from_stages(plan: Plan, grads: Any, params: Any) -> dict[str, Any]:
-  """Gradients by place, put back in the model's layout: that of `params`.
-
-  Returns:
-    Only what the layers have: `params` without embedding and head.
-  """
-  layers = plan.spread(plan.by_stage(plan.layer_at))
-  found: dict = {}
-  for path, kind, layer in leaves(plan.nodes, layers):
-    entries, rows = found.setdefault(kind, ([], []))
-    entries.append(_at(grads, path))
-    rows.append(layer)
-  out: dict = {}
-  for kind, stacks in _rows(plan.config).items():
-    entries, rows = found[kind]
-    together = jax.tree.map(
-      lambda like, *xs: _joined(
-        [_spread_out(x, like, r.ndim) for x, r in zip(xs, rows)],
-        [r.ndim for r in rows],
-      ),
-      _at(params, stacks[0].path),
-      *entries,
-    )
-    flat = np.concatenate([r.reshape(-1) for r in rows])
-    where = {int(layer): i for i, layer in enumerate(flat) if layer != NONE}
-    for row in stacks:
-      at = np.vectorize(where.__getitem__, otypes=[int])(row.layers)
-      take = lambda x, like, at=at: _taken(x, at, _spec(like)[at.ndim :])
-      _put(out, row.path, jax.tree.map(take, together, _at(params, row.path)))
+  stacks, out = _model_stacks(plan.config), {}
+  for target in _stage_stacks(plan):
+    sources = [s for s in stacks if s.kind == target.kind]
+    trees = [_at(params, s.path) for s in sources]
+    _put(out, target.path, _to_stage(trees, sources, target))
   return out
 
 
 def states_to_stages(plan: Plan, states: Any) -> dict[str, Any]:
   """Router states [L, ...] of the MoE layers by place; None where dense."""
-  dense, out = plan.config.dense_layers, {}
-  layers = plan.spread(plan.by_stage(plan.layer_at))
-  for path, kind, layer in leaves(plan.nodes, layers):
-    at = np.maximum(layer - dense, 0)
-    entry = jax.tree.map(lambda x: _staged(x, at), states)
-    _put(out, path, entry if kind.moe_layers else None)
+  source, out = _moe_stack(plan.config), {}
+  for target in _stage_stacks(plan):
+    moe = target.kind.moe_layers
+    _put(
+      out, target.path, _to_stage([states], [source], target) if moe else None
+    )
+  return out
+
+
+def from_stages(plan: Plan, grads: Any, params: Any) -> dict[str, Any]:
+  """Gradients by place, put back in the layout of `params`.
+
+  Returns:
+    Only what the layers have: `params` without embedding and head.
+  """
+  stacks, out = _stage_stacks(plan), {}
+  for target in _model_stacks(plan.config):
+    sources = [s for s in stacks if s.kind == target.kind]
+    like = _at(params, target.path)
+    trees = [
+      jax.tree.map(
+        lambda x, p, skip=s.layers.ndim, own=target.layers.ndim: _off_stages(
+          x, skip, _spec(p)[own:]
+        ),
+        _at(grads, s.path),
+        like,
+      )
+      for s in sources
+    ]
+    _put(out, target.path, _regrouped(trees, sources, target))
   return out
 
 
 def stats_from_stages(plan: Plan, stats: Any) -> Any:
   """Statistics by place, [P, V, *repeats, ...], as [L, ...] of MoE layers."""
-  layers = plan.spread(plan.by_stage(plan.layer_at))
-  entries, rows = [], []
-  for path, kind, layer in leaves(plan.nodes, layers):
-    if kind.moe_layers:
-      entries.append(_at(stats, path))
-      rows.append(layer)
-  flat = np.concatenate([r.reshape(-1) for r in rows])
-  where = {int(layer): i for i, layer in enumerate(flat) if layer != NONE}
-  config = plan.config
-  at = np.asarray([where[n] for n in range(config.dense_layers, config.layers)])
-
-  def gathered(*xs):
-    rest = [(None, *_spec(x)[1:]) for x in xs]
-    xs = [jax.sharding.reshard(x, jax.P(*r)) for x, r in zip(xs, rest)]
-    x = _joined(xs, [r.ndim for r in rows])
-    return _taken(x, at, _spec(x)[1:])
-
-  return jax.tree.map(gathered, *entries)
+  sources = [s for s in _stage_stacks(plan) if s.kind.moe_layers]
+  trees = [
+    jax.tree.map(
+      lambda x, skip=s.layers.ndim: _off_stages(x, skip, _spec(x)[skip:]),
+      _at(stats, s.path),
+    )
+    for s in sources
+  ]
+  return _regrouped(trees, sources, _moe_stack(plan.config))
 
 
-def _order(rows: Sequence[_Row], config: ModelConfig) -> np.ndarray:
-  """[L]: the place of each layer in the rows of its kind; 0 for the others."""
-  order = np.zeros(config.layers, int)
-  flat = np.concatenate([row.layers.reshape(-1) for row in rows])
-  order[flat] = np.arange(len(flat))
-  return order
+def _moe_stack(config: ModelConfig) -> _Stack:
+  layers = np.arange(config.dense_layers, config.layers)
+  return _Stack((), layout.Layer('kda', 'moe'), layers)
+
+
+def _to_stage(trees, sources, target: _Stack) -> Any:
+  """`_regrouped`, and over 'pipe'."""
+  depth = target.layers.ndim
+
+  def place(x):
+    rest = tuple(map(without_pipe, _spec(x)[depth:]))
+    where = jax.P(AXIS, *(None,) * (depth - 1), *rest)
+    return jax.sharding.reshard(x, where)
+
+  return jax.tree.map(place, _regrouped(trees, sources, target))
+
+
+def _off_stages(x: jax.Array, depth: int, rest: Sequence[Any]) -> jax.Array:
+  """x [P, V, *repeats, ...] whole in those, the others laid out by `rest`."""
+  return jax.sharding.reshard(x, jax.P(*(None,) * depth, *rest))
+
+
+def _regrouped(trees, sources: Sequence[_Stack], target: _Stack) -> Any:
+  """The layers of `target` from trees of stacked arrays of `sources`."""
+  flat = np.concatenate([s.layers.reshape(-1) for s in sources])
+  row_of = {int(layer): row for row, layer in enumerate(flat)}
+  rows = [row_of.get(int(n), 0) for n in target.layers.reshape(-1)]
+  at = jnp.asarray(np.reshape(rows, target.layers.shape).astype(np.int32))
+
+  def regroup(*xs):
+    x = jnp.concatenate([_flat(x, s) for x, s in zip(xs, sources)])
+    where = jax.P(*(None,) * at.ndim, *_spec(x)[1:])
+    return x.at[at].get(out_sharding=where)
+
+  return jax.tree.map(regroup, *trees)
+
+
+def _flat(x: jax.Array, stack: _Stack) -> jax.Array:
+  """[*leading, ...] as [rows, ...]."""
+  depth = stack.layers.ndim
+  shape = (stack.layers.size, *x.shape[depth:])
+  where = jax.P(None, *_spec(x)[depth:])
+  return jax.lax.reshape(x, shape, out_sharding=where)
 
 
 def _at(tree: Any, path: Sequence[str]) -> Any:
@@ -309,38 +313,8 @@ def _spec(x: jax.Array) -> tuple:
   return (*spec, *(None,) * (x.ndim - len(spec)))
 
 
-def _joined(xs: Sequence[jax.Array], depths: Sequence[int]) -> jax.Array:
-  """Stacks [*repeats, ...] one after the other, [rows, ...]."""
-  flat = []
-  for x, depth in zip(xs, depths):
-    rest = x.shape[depth:]
-    where = jax.P(None, *_spec(x)[depth:])
-    rows = int(np.prod(x.shape[:depth]))
-    flat.append(jax.lax.reshape(x, (rows, *rest), out_sharding=where))
-  return jnp.concatenate(flat)
-
-
-def _taken(x: jax.Array, at: np.ndarray, rest: Sequence[Any]) -> jax.Array:
-  """The rows `at` of x [rows, ...], [*at.shape, ...]."""
-  where = jax.P(*(None,) * at.ndim, *rest)
-  return x.at[jnp.asarray(at)].get(out_sharding=where)
-
-
-def _staged(x: jax.Array, at: np.ndarray) -> jax.Array:
-  """The rows `at` [P, V, ...] of x, over 'pipe'."""
-  taken = _taken(x, at, _spec(x)[1:])
-  rest = tuple(map(without_pipe, _spec(x)[1:]))
-  where = jax.P(AXIS, *(None,) * (at.ndim - 1), *rest)
-  return jax.sharding.reshard(taken, where)
-
-
-def _spread_out(x: jax.Array, like: jax.Array, depth: int) -> jax.Array:
-  """x [P, V, *repeats, ...] with the layout of a layer of `like`."""
-  rest = _spec(like)[like.ndim - (x.ndim - depth) :]
-  return jax.sharding.reshard(x, jax.P(*(None,) * depth, *rest))
-
-
 def without_pipe(entry: Any) -> Any:
+  """An entry of a PartitionSpec without the axis 'pipe'."""
   axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
   kept = tuple(a for a in axes if a != AXIS)
   return kept if len(kept) > 1 else kept[0] if kept else None
