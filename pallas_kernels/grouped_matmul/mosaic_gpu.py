@@ -94,8 +94,16 @@ def rows_plan(rows: int, shape, *, transposed: bool) -> ring.Plan:
 def weights_plan(shape) -> ring.Plan:
   """Tiles for matrices of `shape` [E, K, N]."""
   _, k, n = shape
-  columns = _columns(n, (256, 192, 128))
-  return ring.Plan(128, columns, 4, swizzle=_swizzle(k, n))
+  # One width is free as long as the other is a whole number of 64.
+  transposed = n % 64 != 0 and k % 64 == 0
+  right = k if transposed else n
+  return ring.Plan(
+    rows=128,
+    columns=_columns(right, (256, 192, 128)),
+    stages=4,
+    swizzle=128 if right % 64 == 0 else _swizzle(k, n),
+    transposed=transposed,
+  )
 
 
 def _columns(width: int, choices: tuple[int, ...]) -> int:
@@ -104,6 +112,6 @@ def _columns(width: int, choices: tuple[int, ...]) -> int:
 
 
 def _swizzle(*widths: int) -> int:
-  """Bytes of a swizzle of which every width is a multiple."""
-  fits = [s for s in (128, 64, 32) if all(2 * w % s == 0 for w in widths)]
+  """Bytes of the widest swizzle of which every width is a multiple."""
+  fits = [s for s in (64, 32) if all(2 * w % s == 0 for w in widths)]
   return fits[0]

@@ -39,7 +39,7 @@ class Plan:
     swizzle: bytes of 32, 64 or 128; widths of arrays whose tiles are wider must
       be multiples of it.
     pairs: two thread blocks, one tile right of the other, share copies.
-    transposed: matrices are [E, N, K].
+    transposed: matrices are [E, N, K]; of their gradient, its tiles are.
     depth: of one stage where rows are summed, a multiple of swizzle / 2.
   """
 
@@ -63,6 +63,11 @@ class Plan:
     if self.by_rows:
       return self.rows // WORKERS, self.columns
     return self.rows, self.columns // WORKERS
+
+  @property
+  def chunks(self) -> int:
+    """Tiles of 64 columns, one a warpgroup, that replace one of 128, or 1."""
+    return 2 if self.swizzle == 128 and self.share[0] == 64 else 1
 
   @property
   def transforms(self) -> tuple:
@@ -201,7 +206,7 @@ def views(tile) -> tuple:
   return tuple(tile) if union else (tile, tile)
 
 
-def kernel(plan: Plan, body, *, name: str, out, tiles):
+def kernel(plan: Plan, body, *, name: str, out, tiles, copies: int = 2):
   """The Pallas kernel of `body`, whose last four references are scratch.
 
   Args:
@@ -210,12 +215,13 @@ def kernel(plan: Plan, body, *, name: str, out, tiles):
     name: for profiles.
     out: shape and dtype of the output.
     tiles: shapes of the two operands' tiles.
+    copies: into one stage.
   """
   released = dict(num_arrivals=WORKERS, num_barriers=plan.stages)
   empty = plgpu.Barrier(**released)
   if plan.pairs:
     empty = plgpu.ClusterBarrier(collective_axes=(PAIR,), **released)
-  full = plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages)
+  full = plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages)
   return plgpu.kernel(
     body,
     out_type=out,

@@ -62,6 +62,65 @@ def store(acc_cn, out, window: Window):
   emit(rounded_cn, out, scalars)
 
 
+def store_transposed(acc_nc, out, column, row):
+  """Writes out[row + c, column + n] = acc[n, c] where the array has it.
+
+  Args:
+    acc_nc: float32 [64 i, 16 j] in the layout of accumulators.
+    out: reference to a matrix, bfloat16 or float32, its width a multiple of 8.
+    column, row: of the array, of the accumulator's first row and column.
+  """
+  rounded_nc = plgpu.layout_cast(acc_nc.astype(out.dtype), plgpu.Layout.WGMMA)
+  scalars = jnp.asarray(column, jnp.int32), jnp.asarray(row, jnp.int32)
+  narrow = jnp.dtype(out.dtype).itemsize == 2
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), (_SCALAR,) * 2)
+  )
+  def emit(ctx, acc_nc, out, scalars):
+    del ctx
+    column, row = (x.registers.item() for x in scalars)
+    height = warp.word(ir.MemRefType(out.type).shape[0])
+    # Rows of the array before `row` are other tiles' and lie outside this one.
+    window = Window(row, column, warp.word(0), height)
+    emit = _emit_narrow_transposed if narrow else _emit_wide_transposed
+    emit(acc_nc, out, window)
+
+  emit(rounded_nc, out, scalars)
+
+
+def _emit_narrow_transposed(acc_nc, out, window):
+  """Tiles of 8 by 8 are turned in place; then two rows of 16 are 32 bytes."""
+  lane, columns = _lane_and_row()
+  slot, line = warp.bit_and(lane, 3), warp.shift_right(lane, 2)
+  words = acc_nc.registers.reshape(acc_nc.shape[0] // 64, -1, 2, 2)
+  width = ir.MemRefType(out.type).shape[-1]
+  half = warp.shift_left(warp.bit_and(slot, 1), 3)
+  column = warp.add(window.column, warp.add(_less(columns, line), half))
+  row = warp.add(line, warp.shift_left(warp.shift_right(slot, 1), 3))
+  for i in range(words.shape[0]):
+    for j in range(words.shape[1]):
+      group = [
+        _as_word(words[i, j, q, half]) for q in (0, 1) for half in (0, 1)
+      ]
+      group = _exchange([warp.transpose_tile(word) for word in group], slot)
+      place = warp.add(row, j * 16), warp.add(column, i * 64)
+      _store_global(out, place, group, (window, width))
+
+
+def _emit_wide_transposed(acc_nc, out, window):
+  """Single elements; eight lanes write 32 bytes of a row."""
+  lane, columns = _lane_and_row()
+  pairs = acc_nc.registers.reshape(acc_nc.shape[0] // 64, -1, 2)
+  width = ir.MemRefType(out.type).shape[-1]
+  row = warp.shift_left(warp.bit_and(lane, 3), 1)
+  column = warp.add(window.column, columns)
+  for i, j, half in _indices(pairs.shape[:2]):
+    for x, word in enumerate(_pair(pairs[i, j, half])):
+      place = warp.add(row, j * 8 + x), warp.add(column, i * 64 + half * 8)
+      _store_global(out, place, [word], (window, width))
+
+
 def _emit_narrow(acc_cn, out, window):
   """Two-byte elements: 32 columns of 8 rows an instruction."""
   lane, rows = _lane_and_row()
@@ -84,14 +143,7 @@ def _emit_wide(acc_cn, out, window):
   column = warp.shift_left(warp.bit_and(lane, 3), 1)
   column = warp.add(window.column, column)
   for i, j, half in _indices(pairs.shape[:2]):
-    words = [
-      warp.Real(
-        vector.extract(
-          pairs[i, j, half], dynamic_position=[], static_position=[x]
-        )
-      )
-      for x in range(2)
-    ]
+    words = _pair(pairs[i, j, half])
     row = warp.add(rows, i * 64 + half * 8)
     _store_global(out, (row, warp.add(column, j * 8)), words, (window, width))
 
@@ -111,6 +163,17 @@ def _lane_and_row():
   lane = warp.bit_and(thread, 31)
   row = warp.shift_left(warp.shift_right(thread, 5), 4)
   return lane, warp.add(row, warp.shift_right(lane, 2))
+
+
+def _less(a: warp.Word, b: warp.Word) -> warp.Word:
+  return arith.subi(a, b)
+
+
+def _pair(pair: ir.Value) -> list[warp.Real]:
+  return [
+    warp.Real(vector.extract(pair, dynamic_position=[], static_position=[x]))
+    for x in range(2)
+  ]
 
 
 def _as_word(pair: ir.Value) -> warp.Word:

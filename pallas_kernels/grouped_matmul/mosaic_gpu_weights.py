@@ -85,53 +85,66 @@ class _Place(NamedTuple):
 
 
 def _work(plan: ring.Plan, bounds, outer, inner) -> ring.Work:
-  (start, end), (lhs, rhs, out) = bounds, outer
-  groups, width, out_width = out.shape
-  down = pl.cdiv(width, plan.rows)
-  across = pl.cdiv(out_width, plan.columns * plan.blocks)
-
-  def place(index):
-    group, rest = lax.div(index, down * across), lax.rem(index, down * across)
-    m, n = lax.div(rest, across), lax.rem(rest, across)
-    n = n * plan.blocks + lax.axis_index(ring.PAIR)
-    low, high = start[group], end[group]
-    first = lax.div(low, ALIGNMENT) * ALIGNMENT
-    steps = lax.div(high - first + plan.depth - 1, plan.depth)
-    steps = jnp.where(high > low, steps, 0)
-    corner = m * plan.rows, n * plan.columns
-    return _Place(group, *corner, first, low, high, steps)
+  left, right, out = outer
+  (left_in, left_tile), (right_in, right_tile) = map(ring.views, inner)
+  chunk = plan.rows // plan.chunks
+  own = lax.axis_index('role') if plan.chunks > 1 else 0
 
   def copies(at, k, slot):
     rows = pl.ds(
       pl.multiple_of(at.first + k * plan.depth, ALIGNMENT), plan.depth
     )
     shared = ring.PAIR if plan.pairs else None
-    columns = pl.ds(pl.multiple_of(at.row, plan.rows), plan.rows)
-    yield lhs.at[rows, columns], inner[0].at[slot], shared
+    for i in range(plan.chunks):
+      columns = pl.ds(pl.multiple_of(at.row + i * chunk, chunk), chunk)
+      yield left.at[rows, columns], left_in.at[slot, i], shared
     columns = pl.ds(pl.multiple_of(at.column, plan.columns), plan.columns)
-    yield rhs.at[rows, columns], inner[1].at[slot], None
+    yield right.at[rows, columns], right_in.at[slot], None
 
   def multiply(at, k, slot, acc):
     first = at.first + k * plan.depth
-    tiles = [tile.at[slot] for tile in inner]
+    tiles = left_tile.at[slot, own], right_tile.at[slot]
 
     @pl.when((first < at.start) | (first + plan.depth > at.end))
     def _():
       for tile in tiles:
         _clear(plan, tile, at.start - first, at.end - first)
 
-    corner = zip(plan.corner(0, 0), plan.share)
-    left, right = (t.at[:, pl.ds(*x)] for t, x in zip(tiles, corner))
-    plgpu.wgmma(acc, left.T, right)
+    row, column = plan.corner(0, 0)
+    rows = pl.ds(0 if plan.chunks > 1 else row, plan.share[0])
+    columns = pl.ds(column, plan.share[1])
+    plgpu.wgmma(acc, tiles[0].at[:, rows].T, tiles[1].at[:, columns])
 
   def write(at, acc):
-    window = store.Window(
-      *plan.corner(at.row, at.column), jnp.int32(0), jnp.int32(width)
-    )
-    store.store(acc, out.at[at.group], window)
+    corner = plan.corner(at.row, at.column)
+    if plan.transposed:
+      store.store_transposed(acc, out.at[at.group], *corner)
+    else:
+      every = jnp.int32(0), jnp.int32(out.shape[1])
+      store.store(acc, out.at[at.group], store.Window(*corner, *every))
 
-  tiles = jnp.int32(groups * down * across)
+  down, across = _tiles_of(plan, left, right)
+  tiles = jnp.int32(out.shape[0] * down * across)
+  place = functools.partial(_place, plan, bounds, (down, across))
   return ring.Work(tiles, place, copies, multiply, write)
+
+
+def _tiles_of(plan: ring.Plan, left, right) -> tuple[int, int]:
+  """Tiles along both sides; a pair counts as one."""
+  across = pl.cdiv(right.shape[1], plan.columns * plan.blocks)
+  return pl.cdiv(left.shape[1], plan.rows), across
+
+
+def _place(plan: ring.Plan, bounds, tiles, index) -> _Place:
+  (start, end), (down, across) = bounds, tiles
+  group, rest = lax.div(index, down * across), lax.rem(index, down * across)
+  m, n = lax.div(rest, across), lax.rem(rest, across)
+  n = n * plan.blocks + lax.axis_index(ring.PAIR)
+  low, high = start[group], end[group]
+  first = lax.div(low, ALIGNMENT) * ALIGNMENT
+  steps = lax.div(high - first + plan.depth - 1, plan.depth)
+  steps = jnp.where(high > low, steps, 0)
+  return _Place(group, m * plan.rows, n * plan.columns, first, low, high, steps)
 
 
 def _body(plan: ring.Plan, *refs):
@@ -140,7 +153,11 @@ def _body(plan: ring.Plan, *refs):
 
 
 def multiply(lhs_gk, dout_gn, group_sizes_e, plan: ring.Plan, dtype):
-  """[E, K, N] in `dtype`; see the module."""
+  """[E, K, N] in `dtype`; see the module.
+
+  With plan.transposed tiles are those of [E, N, K], and only their writing
+  turns them: then the width of `dout_gn` is free, else that of `lhs_gk`.
+  """
   (rows, width), out_width = lhs_gk.shape, dout_gn.shape[1]
   groups = group_sizes_e.shape[0]
   sizes_e = group_sizes_e.astype(jnp.int32)
@@ -151,6 +168,11 @@ def multiply(lhs_gk, dout_gn, group_sizes_e, plan: ring.Plan, dtype):
     functools.partial(_body, plan),
     name='grouped_matmul_weights',
     out=jax.ShapeDtypeStruct((groups, width, out_width), dtype),
-    tiles=((plan.depth, plan.rows), (plan.depth, plan.columns)),
+    tiles=(
+      (plan.chunks, plan.depth, plan.rows // plan.chunks),
+      (plan.depth, plan.columns),
+    ),
+    copies=plan.chunks + 1,
   )
-  return kernel(start_e, end_e, lhs_gk, dout_gn)
+  sides = (dout_gn, lhs_gk) if plan.transposed else (lhs_gk, dout_gn)
+  return kernel(start_e, end_e, *sides)

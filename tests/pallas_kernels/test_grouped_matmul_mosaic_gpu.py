@@ -34,7 +34,8 @@ SIZES = {
 SPECS = (
   arg_specs.ArgSpec('odd', 1000, 7, 384, 320, tail=13),
   arg_specs.ArgSpec('mini', 520, 6, 384, 336),
-  arg_specs.ArgSpec('narrow', 264, 4, 96, 160, tail=3),
+  arg_specs.ArgSpec('mini_down', 520, 6, 336, 384, tail=5),
+  arg_specs.ArgSpec('narrow', 264, 4, 48, 160, tail=3),
   arg_specs.ArgSpec('one_group', 512, 4, 128, 256, 'one'),
   arg_specs.ArgSpec('empty_groups', 304, 9, 192, 128, 'sparse', tail=2),
   arg_specs.ArgSpec('no_rows_used', 256, 3, 64, 64, 'none'),
@@ -174,8 +175,8 @@ def test_numbers_on_hopper(spec):
 
 
 @pytest.mark.gpu
-def test_gradient_of_wide_weights_is_not_rounded():
-  spec = SPECS[0]
+@pytest.mark.parametrize('spec', SPECS[:2], ids=lambda s: s.name)
+def test_gradient_of_wide_weights_is_not_rounded(spec):
   check(spec, 'mosaic_gpu', jnp.float32)
   arrays, sizes, cotangent = arguments(spec)
   arrays = arrays[0], arrays[1].astype(jnp.float32)
