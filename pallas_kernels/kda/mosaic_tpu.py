@@ -70,7 +70,8 @@ def chunked(
   """
   parameters = jax.tree.map(lambda p: p.astype(jnp.float32), raw[5:])
   raw = kda_inputs.Raw(*raw[:5], *parameters)
-  return _chunked((settings, interpret), raw, initial_state, segment_ids)
+  run = _interpreted if interpret else _compiled
+  return run((settings, interpret), raw, initial_state, segment_ids)
 
 
 def plan_of(
@@ -176,7 +177,6 @@ def _unrows(x, like) -> jax.Array:
   return x[:, :length, :, :width].astype(like.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(call, raw, initial_state, segment_ids):
   out, state, _ = run_forward(call, raw, initial_state, segment_ids, Outputs())
   return out, state
@@ -254,7 +254,12 @@ def _gradients(gradients, raw: kda_inputs.Raw, plan: Plan):
   ), _state_out(g.initial_state, key_dim, raw.v.shape[3])
 
 
-_chunked.defvjp(_chunked_forward, run_backward, optimize_remat=True)
+# A forward pass that will run again then saves nothing. Interpreted with its
+# memory watched a kernel has side effects, which that does not allow.
+_compiled = jax.custom_vjp(_chunked, nondiff_argnums=(0,))
+_compiled.defvjp(_chunked_forward, run_backward, optimize_remat=True)
+_interpreted = jax.custom_vjp(_chunked, nondiff_argnums=(0,))
+_interpreted.defvjp(_chunked_forward, run_backward)
 
 
 def affine_summary(
