@@ -178,7 +178,7 @@ def draw(
     sizes: tokens in a step of each source.
   """
   names = list(dict.fromkeys(t.source for t in traces))
-  figure = plots.blank(3.2 * len(names) + 2.6, 4.0)
+  figure = plots.blank(2.9 * len(names) + 2.5, 3.7)
   panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
   styles = {rule.name: rule for rule in RULES}
   for axes, source in zip(panels, names):
