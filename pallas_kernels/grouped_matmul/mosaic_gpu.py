@@ -52,8 +52,12 @@ def refusal(lhs_gk, rhs_ekn, *, device_kind: str | None = None) -> str | None:
 @jax.custom_vjp
 def grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e):
   """See `api.grouped_matmul`."""
-  plan = rows_plan(lhs_gk.shape[0], rhs_ekn.shape, transposed=False)
+  rows, shape = lhs_gk.shape[0], rhs_ekn.shape
   rhs_ekn = rhs_ekn.astype(lhs_gk.dtype)
+  if shape[2] % 64:
+    plan = turned_plan(rows, shape)
+    return rows_kernel.multiply_turned(lhs_gk, rhs_ekn, group_sizes_e, plan)
+  plan = rows_plan(rows, shape, transposed=False)
   return rows_kernel.multiply(lhs_gk, rhs_ekn, group_sizes_e, plan)
 
 
@@ -82,13 +86,21 @@ def rows_plan(rows: int, shape, *, transposed: bool) -> ring.Plan:
   groups, k, n = shape
   few = rows <= _FEW_ROWS * groups
   width = k if transposed else n
+  columns = _columns(width, (256, 128) if few else (256, 192, 128))
   return ring.Plan(
     rows=64 if few else 128,
-    columns=_columns(width, (256, 128) if few else (256, 192, 128)),
+    columns=columns,
     stages=5 if few else 4,
     by_rows=not few,
+    pairs=not few and _in_pairs(width, columns),
     transposed=transposed,
   )
+
+
+def turned_plan(rows: int, shape) -> ring.Plan:
+  """Tiles of the transposed output for matrices of `shape` [E, K, N]."""
+  few = rows <= _FEW_ROWS * shape[0]
+  return ring.Plan(rows=128, columns=64 if few else 128, stages=6)
 
 
 def weights_plan(shape) -> ring.Plan:
@@ -97,11 +109,13 @@ def weights_plan(shape) -> ring.Plan:
   # One width is free as long as the other is a whole number of 64.
   transposed = n % 64 != 0 and k % 64 == 0
   right = k if transposed else n
+  columns = _columns(right, (256, 192, 128))
   return ring.Plan(
     rows=128,
-    columns=_columns(right, (256, 192, 128)),
+    columns=columns,
     stages=4,
     swizzle=128 if right % 64 == 0 else _swizzle(k, n),
+    pairs=_in_pairs(right, columns),
     transposed=transposed,
   )
 
@@ -109,6 +123,11 @@ def weights_plan(shape) -> ring.Plan:
 def _columns(width: int, choices: tuple[int, ...]) -> int:
   """The tile that covers the width with the fewest, then widest, columns."""
   return min(choices, key=lambda tile: (-(-width // tile) * tile, -tile))
+
+
+def _in_pairs(width: int, columns: int) -> bool:
+  """Whether tiles as wide come in twos; narrow ones are not read often."""
+  return columns == 256 and width % (2 * columns) == 0
 
 
 def _swizzle(*widths: int) -> int:

@@ -72,19 +72,30 @@ class _Place(NamedTuple):
   steps: jax.Array
 
 
+def _place(grid, tiles: Tiles, widths, index) -> _Place:
+  """The tile of a number, across before down.
+
+  Args:
+    grid: tiles across the output, a pair as one, and blocks in a pair.
+    tiles: see `Tiles`.
+    widths: groups, and stages and columns of a tile.
+    index: the number; a pair has one.
+  """
+  (across, blocks), (groups, stages, columns) = grid, widths
+  m, n = lax.div(index, across), lax.rem(index, across)
+  if blocks > 1:
+    n = n * blocks + lax.axis_index(ring.PAIR)
+  group, row = tiles.group[m], tiles.first[m] * ALIGNMENT
+  steps = jnp.where(group < groups, stages, 0)
+  return _Place(group, row, n * columns, tiles.start[m], tiles.end[m], steps)
+
+
 def _work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
   lhs, rhs, out = outer
   (lhs_in, lhs_smem), (rhs_in, rhs_smem) = map(ring.views, inner)
   across = pl.cdiv(out.shape[1], plan.columns * plan.blocks)
-  stages = pl.cdiv(lhs.shape[1], DEPTH)
-
-  def place(index):
-    m, n = lax.div(index, across), lax.rem(index, across)
-    n = n * plan.blocks + lax.axis_index(ring.PAIR)
-    group, row = tiles.group[m], tiles.first[m] * ALIGNMENT
-    steps = jnp.where(group < rhs.shape[0], stages, 0)
-    window = tiles.start[m], tiles.end[m]
-    return _Place(group, row, n * plan.columns, *window, steps)
+  grid = across, plan.blocks
+  widths = rhs.shape[0], pl.cdiv(lhs.shape[1], DEPTH), plan.columns
 
   def copies(at, k, slot):
     depth = pl.ds(k * DEPTH, DEPTH)
@@ -110,29 +121,78 @@ def _work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
     corner = plan.corner(at.row, at.column)
     store.store(acc, out, store.Window(*corner, at.start, at.end))
 
+  place = functools.partial(_place, grid, tiles, widths)
   return ring.Work(tiles.count[0] * across, place, copies, multiply, write)
 
 
-def _body(plan: ring.Plan, *refs):
+def _turned_work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
+  """Tiles are those of [N, G]: each warpgroup has 64 columns of the output."""
+  lhs, rhs, out = outer
+  (rhs_in, rhs_smem), (lhs_in, lhs_smem) = map(ring.views, inner)
+  across = pl.cdiv(out.shape[1], plan.rows)
+  widths = rhs.shape[0], pl.cdiv(lhs.shape[1], DEPTH), plan.rows
+  width = plan.share[0]
+
+  def copies(at, k, slot):
+    depth = pl.ds(k * DEPTH, DEPTH)
+    for i in range(plan.chunks):
+      columns = pl.ds(pl.multiple_of(at.column + i * width, width), width)
+      yield rhs.at[at.group, depth, columns], rhs_in.at[slot, i], None
+    rows = pl.ds(pl.multiple_of(at.row, ALIGNMENT), plan.columns)
+    yield lhs.at[rows, depth], lhs_in.at[slot], None
+
+  def multiply(at, k, slot, acc):
+    del at, k
+    left = rhs_smem.at[slot, lax.axis_index('role')]
+    plgpu.wgmma(acc, left.T, lhs_smem.at[slot].T)
+
+  def write(at, acc):
+    column, row = plan.corner(at.column, at.row)
+    window = store.Window(row, column, at.start, at.end)
+    store.store_transposed(acc, out, window)
+
+  place = functools.partial(_place, (across, 1), tiles, widths)
+  return ring.Work(tiles.count[0] * across, place, copies, multiply, write)
+
+
+def _body(plan: ring.Plan, work, *refs):
   tiles, outer, inner, barriers = refs[:5], refs[5:8], refs[8:10], refs[10:]
-  ring.run(plan, _work(plan, Tiles(*tiles), outer, inner), barriers)
+  ring.run(plan, work(plan, Tiles(*tiles), outer, inner), barriers)
 
 
 def multiply(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
-  """[G, N]; see `api.grouped_matmul`. rhs is [E, N, K] if plan.transposed."""
+  """[G, N]; see `api.grouped_matmul`.
+
+  rhs is [E, N, K] if plan.transposed; otherwise N is a whole number of 64, or
+  see `multiply_turned`.
+  """
   rows = lhs_gk.shape[0]
   width = rhs_ekn.shape[1 if plan.transposed else 2]
   side = DEPTH, plan.columns
-  if not plan.transposed:
-    # Copies of whole columns of blocks; zeros cost less than narrow blocks do.
-    missing = -width % (plan.swizzle // 2)
-    rhs_ekn = jnp.pad(rhs_ekn, ((0, 0), (0, 0), (0, missing)))
   kernel = ring.kernel(
     plan,
-    functools.partial(_body, plan),
+    functools.partial(_body, plan, _work),
     name='grouped_matmul_rows',
     out=jax.ShapeDtypeStruct((rows, width), lhs_gk.dtype),
     tiles=((plan.rows, DEPTH), side[::-1] if plan.transposed else side),
   )
   tiles = tiles_of(group_sizes_e, rows, plan.rows)
+  return kernel(*tiles, lhs_gk, rhs_ekn)
+
+
+def multiply_turned(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
+  """[G, N] for any N in multiples of 8, by tiles of the transposed output.
+
+  plan.rows counts columns of the output and is 128, plan.columns its rows.
+  """
+  out = jax.ShapeDtypeStruct((lhs_gk.shape[0], rhs_ekn.shape[2]), lhs_gk.dtype)
+  kernel = ring.kernel(
+    plan,
+    functools.partial(_body, plan, _turned_work),
+    name='grouped_matmul_rows_turned',
+    out=out,
+    tiles=((plan.chunks, DEPTH, plan.share[0]), (plan.columns, DEPTH)),
+    copies=plan.chunks + 1,
+  )
+  tiles = tiles_of(group_sizes_e, lhs_gk.shape[0], plan.columns)
   return kernel(*tiles, lhs_gk, rhs_ekn)

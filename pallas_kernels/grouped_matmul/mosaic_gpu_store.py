@@ -47,46 +47,36 @@ def store(acc_cn, out, window: Window):
     out: reference to [G, N] bfloat16 or float32, N a multiple of 8.
     window: see `Window`.
   """
-  rounded_cn = plgpu.layout_cast(acc_cn.astype(out.dtype), plgpu.Layout.WGMMA)
+  _store(acc_cn, out, window, (_emit_narrow, _emit_wide))
+
+
+def store_transposed(acc_nc, out, window: Window):
+  """Writes the transposed accumulator's rows, by columns of the accumulator.
+
+      out[row + c, column + n] = acc[n, c]
+
+  Args:
+    acc_nc: float32 [64 i, 16 j] in the layout of accumulators.
+    out: as in `store`.
+    window: as in `store`, all of the array.
+  """
+  _store(acc_nc, out, window, (_emit_narrow_transposed, _emit_wide_transposed))
+
+
+def _store(acc, out, window: Window, emitters):
+  """Calls the emitter for the array's width of elements."""
+  acc = plgpu.layout_cast(acc.astype(out.dtype), plgpu.Layout.WGMMA)
   scalars = tuple(jnp.asarray(x, jnp.int32) for x in window)
-  narrow = jnp.dtype(out.dtype).itemsize == 2
+  emitter = emitters[jnp.dtype(out.dtype).itemsize // 4]
 
   @plgpu.inline_mgpu(
     arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), (_SCALAR,) * 4)
   )
-  def emit(ctx, acc_cn, out, scalars):
+  def emit(ctx, acc, out, scalars):
     del ctx
-    window = Window(*(x.registers.item() for x in scalars))
-    (_emit_narrow if narrow else _emit_wide)(acc_cn, out, window)
+    emitter(acc, out, Window(*(x.registers.item() for x in scalars)))
 
-  emit(rounded_cn, out, scalars)
-
-
-def store_transposed(acc_nc, out, column, row):
-  """Writes out[row + c, column + n] = acc[n, c] where the array has it.
-
-  Args:
-    acc_nc: float32 [64 i, 16 j] in the layout of accumulators.
-    out: reference to a matrix, bfloat16 or float32, its width a multiple of 8.
-    column, row: of the array, of the accumulator's first row and column.
-  """
-  rounded_nc = plgpu.layout_cast(acc_nc.astype(out.dtype), plgpu.Layout.WGMMA)
-  scalars = jnp.asarray(column, jnp.int32), jnp.asarray(row, jnp.int32)
-  narrow = jnp.dtype(out.dtype).itemsize == 2
-
-  @plgpu.inline_mgpu(
-    arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), (_SCALAR,) * 2)
-  )
-  def emit(ctx, acc_nc, out, scalars):
-    del ctx
-    column, row = (x.registers.item() for x in scalars)
-    height = warp.word(ir.MemRefType(out.type).shape[0])
-    # Rows of the array before `row` are other tiles' and lie outside this one.
-    window = Window(row, column, warp.word(0), height)
-    emit = _emit_narrow_transposed if narrow else _emit_wide_transposed
-    emit(acc_nc, out, window)
-
-  emit(rounded_nc, out, scalars)
+  emit(acc, out, scalars)
 
 
 def _emit_narrow_transposed(acc_nc, out, window):

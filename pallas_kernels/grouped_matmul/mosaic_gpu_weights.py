@@ -117,10 +117,11 @@ def _work(plan: ring.Plan, bounds, outer, inner) -> ring.Work:
 
   def write(at, acc):
     corner = plan.corner(at.row, at.column)
+    every = jnp.int32(0), jnp.int32(out.shape[1])
     if plan.transposed:
-      store.store_transposed(acc, out.at[at.group], *corner)
+      window = store.Window(*corner[::-1], *every)
+      store.store_transposed(acc, out.at[at.group], window)
     else:
-      every = jnp.int32(0), jnp.int32(out.shape[1])
       store.store(acc, out.at[at.group], store.Window(*corner, *every))
 
   down, across = _tiles_of(plan, left, right)

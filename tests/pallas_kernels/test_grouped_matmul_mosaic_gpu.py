@@ -40,6 +40,7 @@ SPECS = (
   arg_specs.ArgSpec('empty_groups', 304, 9, 192, 128, 'sparse', tail=2),
   arg_specs.ArgSpec('no_rows_used', 256, 3, 64, 64, 'none'),
   arg_specs.ArgSpec('few_rows', 72, 16, 448, 384),
+  arg_specs.ArgSpec('few_narrow', 72, 16, 80, 112, tail=8),
   arg_specs.ArgSpec('wide', 640, 3, 512, 1024),
 )
 
