@@ -3,5 +3,8 @@
 from pallas_kernels.kda.api import affine_summary as affine_summary
 from pallas_kernels.kda.api import kda as kda
 from pallas_kernels.kda.decode import decode_step as decode_step
+from pallas_kernels.kda.short_conv import (
+  short_convolution as short_convolution,
+)
 
-__all__ = ['affine_summary', 'decode_step', 'kda']
+__all__ = ['affine_summary', 'decode_step', 'kda', 'short_convolution']

@@ -53,6 +53,14 @@ def _is_hopper(device_kind: str) -> bool:
   return any(name in device_kind for name in ('H100', 'H200', 'H800', 'H20'))
 
 
+def device_refusal(device_kind: str | None = None) -> str | None:
+  """Why no Hopper kernel runs on a device, the default one if None, or None."""
+  device_kind = device_kind or _device_kind()
+  if _is_hopper(device_kind):
+    return None
+  return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
+
+
 def refusal(q, k, v, gate, beta, *, lower_bound, device_kind=None):
   """Why these kernels cannot run the arguments, or None.
 
@@ -61,9 +69,9 @@ def refusal(q, k, v, gate, beta, *, lower_bound, device_kind=None):
     lower_bound: of the log decay, or None.
     device_kind: as in `jax.Device.device_kind`; the default device if None.
   """
-  device_kind = device_kind or _device_kind()
-  if not _is_hopper(device_kind):
-    return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
+  reason = device_refusal(device_kind)
+  if reason is not None:
+    return reason
   if lower_bound is None:
     return 'the Hopper kernels need a bounded gate (lower_bound=-5.0)'
   for name, array in (('q', q), ('k', k), ('v', v), ('gate', gate)):
@@ -460,9 +468,9 @@ def decode_mosaic_gpu(
 
 def decode_refusal(q, k, v, gate, state, *, lower_bound, device_kind=None):
   """Why `decode_mosaic_gpu` cannot run the arguments, or None."""
-  device_kind = device_kind or _device_kind()
-  if not _is_hopper(device_kind):
-    return f'the Hopper kernels need an H100 or H200, this is {device_kind}'
+  reason = device_refusal(device_kind)
+  if reason is not None:
+    return reason
   if lower_bound is None:
     return 'the Hopper kernels need a bounded gate (lower_bound=-5.0)'
   for name, array in (('q', q), ('k', k), ('v', v), ('gate', gate)):

@@ -13,7 +13,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import affine_summary, decode_step, kda
+from pallas_kernels.kda import (
+  affine_summary,
+  decode_step,
+  kda,
+  short_convolution,
+)
 from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.model.parameters import (
@@ -97,24 +102,19 @@ def short_conv(
     [B, T, H, K] in x's dtype, accumulated in float32, and the next tail.
   """
   batch, time = x_bthk.shape[:2]
-  width = w_hkw.shape[-1]
+  reach = w_hkw.shape[-1] - 1
+  silenced = _silenced(x_bthk, segment_ids)
   if tail is None:
-    tail = jnp.zeros((batch, width - 1, *x_bthk.shape[2:]), x_bthk.dtype)
-  x_bthk = _silenced(x_bthk, segment_ids)
-  padded = jnp.concatenate([tail.astype(x_bthk.dtype), x_bthk], 1)
+    zeros = jnp.zeros((batch, reach, *x_bthk.shape[2:]), x_bthk.dtype)
+    padded = jnp.concatenate([zeros, silenced], 1)
+    return short_convolution(x_bthk, w_hkw, segment_ids), padded[:, time:]
+  padded, ids = jnp.concatenate([tail.astype(x_bthk.dtype), silenced], 1), None
   if segment_ids is not None:
     if tail_ids is None:
-      tail_ids = jnp.broadcast_to(segment_ids[:, :1], (batch, width - 1))
-    padded_ids = jnp.concatenate([tail_ids, segment_ids], 1)
-  wide = jnp.promote_types(x_bthk.dtype, jnp.float32)
-  total = jnp.zeros(x_bthk.shape, wide)
-  for j in range(width):
-    tap = padded[:, j : j + time].astype(wide)
-    if segment_ids is not None:
-      same = padded_ids[:, j : j + time] == segment_ids
-      tap = jnp.where(same[..., None, None], tap, 0)
-    total += tap * w_hkw[..., j].astype(wide)
-  return jax.nn.silu(total).astype(x_bthk.dtype), padded[:, time:]
+      tail_ids = jnp.broadcast_to(segment_ids[:, :1], (batch, reach))
+    ids = jnp.concatenate([tail_ids, segment_ids], 1)
+  y_bthk = short_convolution(padded, w_hkw, ids)[:, reach:]
+  return y_bthk, padded[:, time:]
 
 
 def _mix_tokens(inputs: dict[str, Any], config: ModelConfig):
