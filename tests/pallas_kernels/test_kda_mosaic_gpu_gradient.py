@@ -7,6 +7,7 @@ the block. Products with 64 rows are plain matrix products of rounded operands.
 
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,6 +26,7 @@ from test_kda_mosaic_gpu_emulated import (
 from pallas_kernels import testing
 from pallas_kernels.kda import inputs as kda_inputs
 from pallas_kernels.kda import (
+  mosaic_gpu,
   mosaic_gpu_gradient,
   mosaic_gpu_gradient_pairs,
   mosaic_gpu_gradient_place,
@@ -32,7 +34,9 @@ from pallas_kernels.kda import (
   mosaic_gpu_place,
   mosaic_gpu_prep,
   reference,
+  xla,
 )
+from pallas_kernels.kda import mosaic_gpu_gradient_reference as plain
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 
 at, rows = mosaic_gpu_gradient_place, mosaic_gpu_gradient_rows
@@ -393,3 +397,58 @@ def test_documents_and_padding(block):
     x[0, ids == 0] = np.nan
   with np.errstate(invalid='ignore'):
     check(*gradients_of(block, given, ids, True))
+
+
+def many_chunks(segment_ids):
+  """Arguments of the plain gradients, more chunks than there are blocks."""
+  batch, length, heads, values = 2, 1024, 16, 8
+  keys = jax.random.split(jax.random.key(0), 12)
+  draw = lambda i, *shape: jax.random.normal(keys[i], shape, jnp.bfloat16)
+  tokens = (batch, length, heads, WIDTH)
+  raw = kda_inputs.Raw(
+    draw(0, batch, length, values, WIDTH),
+    draw(1, batch, length, values, WIDTH),
+    draw(2, *tokens),
+    2 * draw(3, *tokens),
+    jax.random.normal(keys[4], tokens[:3]),
+    0.3 * jax.random.normal(keys[5], (heads,)),
+    0.3 * jax.random.normal(keys[6], (heads, WIDTH)),
+  )
+  settings = kda_inputs.Settings(-5.0, WIDTH**-0.5, True, True, True)
+  group = plain._whole(raw, segment_ids)
+  x = xla._activate(group.arrays, raw[5:], group.valid, settings)
+  prepared = xla._prepare(x, group, None, settings)
+  inverse = jnp.moveaxis(prepared.scan.inverse, 0, 2).astype(jnp.bfloat16)
+  shape = (batch, heads, length // CHUNK, WIDTH, WIDTH)
+  entering, leaving = draw(7, *shape), draw(8, *shape)
+  d_values = draw(9, *tokens)
+  if segment_ids is not None:
+    d_values = jnp.where((segment_ids != 0)[..., None, None], d_values, 0)
+  states = plain.States(entering, inverse, leaving, d_values)
+  return raw, segment_ids, states, draw(10, *tokens), settings
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('packed', [False, True])
+def test_many_chunks_on_a_card(packed):
+  """Every gradient against the plain one, and equal in every run."""
+  segment_ids = None
+  if packed:
+    ids = np.repeat(np.arange(12) % 4, 100)[:1024]
+    segment_ids = jnp.asarray(np.stack([ids, ids[::-1]]), jnp.int32)
+  given = many_chunks(segment_ids)
+  raw, _, states, d_out, settings = given
+  want = jax.jit(plain.gradients, static_argnums=4)(*given)
+  arrays, options = mosaic_gpu._inputs(raw, segment_ids, settings, False)
+  inverse = states.inverse.reshape(*states.inverse.shape[:2], -1, CHUNK)
+  arrays |= dict(state=states.entering, dstate=states.d_leaving)
+  arrays |= dict(inverse=inverse, d_values=states.d_values, d_out=d_out)
+  work = mosaic_gpu._work(arrays)
+  run = jax.jit(lambda a: mosaic_gpu_gradient.gradient(a, work, options))
+  got = run(arrays)
+  for _ in range(100):
+    chex.assert_trees_all_equal(run(arrays), got)
+  d_raw = mosaic_gpu._raw_gradients(raw, states.d_values, got, settings)
+  for name, limit in LIMITS.items():
+    error = testing.relative_rms(getattr(d_raw, name), getattr(want, name))
+    assert error < limit, f'{name}: {error:.1e}'
