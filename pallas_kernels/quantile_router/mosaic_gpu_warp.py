@@ -55,6 +55,17 @@ def sigmoid(x: Real, *, small: bool = False) -> Real:
   return Real(utils.inline_ptx(ptx, x.value, result_types=_f32()))
 
 
+def rough_sigmoid(x: Real) -> Real:
+  """The sigmoid with an error below 5e-7."""
+  ptx = (
+    '{ .reg .f32 p; mul.rn.f32 p, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 p, p;'
+    ' add.rn.f32 p, p, 0f3F800000; rcp.approx.ftz.f32 $0, p; }'
+  )
+  return Real(
+    utils.inline_ptx(ptx, x.value, result_types=_f32(), has_side_effects=True)
+  )
+
+
 def _real(ptx: str, *operands: Real) -> Real:
   values = [x.value for x in operands]
   return Real(utils.inline_ptx(ptx, *values, result_types=_f32()))
@@ -118,6 +129,10 @@ def negate(a: ir.Value) -> ir.Value:
   return arith.xori(a, arith.constant(ir.IntegerType.get_signless(1), 1))
 
 
+def absolute(x: Real) -> Real:
+  return _real('abs.f32 $0, $1;', x)
+
+
 def tree(combine: Callable, values: Sequence):
   """All values combined, neighbours first."""
   values = list(values)
@@ -125,6 +140,14 @@ def tree(combine: Callable, values: Sequence):
     pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
     values = pairs + values[len(pairs) * 2 :]
   return values[0]
+
+
+def all_finite(values: Sequence[Real]) -> ir.Value:
+  """Whether no value is infinite or NaN, which times 0 are not 0."""
+  sums = [Real(0.0)] * 4
+  for n, x in enumerate(values):
+    sums[n % 4] = warp.fma(x, 0.0, sums[n % 4])
+  return equal(tree(Real.__add__, sums), Real(0.0))
 
 
 def magnitude(values: Sequence[Real]) -> Real:
@@ -150,22 +173,34 @@ def equal(a: Real, b: Real) -> ir.Value:
   return arith.cmpf(arith.CmpFPredicate.OEQ, a.value, b.value)
 
 
-def append_if_at_least(address: Word, pair, level: Real) -> Word:
-  """Stores (x, word) in shared memory if x >= level; the next free address."""
-  x, word = pair
+def set_bit_if_at_least(word: Word, bit: int, values) -> Word:
+  """`word` with a bit set if the first value is at least the second."""
+  a, b = values
   ptx = (
-    '{ .reg .pred p; setp.ge.f32 p, $2, $4; mov.b32 $0, $1;'
-    ' @p st.shared.v2.b32 [$1], {$2, $3}; @p add.s32 $0, $1, 8; }'
+    '{ .reg .pred p; setp.ge.f32 p, $2, $3; mov.b32 $0, $1;'
+    f' @p or.b32 $0, $0, {1 << bit}; }}'
   )
-  return utils.inline_ptx(
-    ptx,
-    address,
-    x.value,
-    word,
-    level.value,
-    result_types=_i32(),
-    has_side_effects=True,
-  )
+  return utils.inline_ptx(ptx, word, a.value, b.value, result_types=_i32())
+
+
+def bits_set(x: Word) -> Word:
+  return utils.inline_ptx('popc.b32 $0, $1;', x, result_types=_i32())
+
+
+def each_bit(word: Word, value: Word, body: Callable) -> Word:
+  """value after `value = body(bit, value)` for every bit set, highest first."""
+  loop = scf.WhileOp([_i32()] * 2, [word, value])
+  before = loop.before.blocks.append(_i32(), _i32())
+  with ir.InsertionPoint(before):
+    left = arith.cmpi(arith.CmpIPredicate.ne, before.arguments[0], warp.word(0))
+    scf.condition(left, list(before.arguments))
+  after = loop.after.blocks.append(_i32(), _i32())
+  with ir.InsertionPoint(after):
+    word, value = after.arguments
+    bit = utils.inline_ptx('bfind.u32 $0, $1;', word, result_types=_i32())
+    rest = arith.xori(word, arith.shli(warp.word(1), bit))
+    scf.yield_([rest, body(bit, value)])
+  return loop.results[1]
 
 
 def either(a: ir.Value, b: ir.Value) -> ir.Value:
@@ -181,6 +216,12 @@ def flip_sign(x: Real, sign: Word) -> Real:
 def as_real(x: Word) -> Real:
   """The float32 number of the same bits."""
   return Real(arith.bitcast(_f32(), x))
+
+
+def opaque(x: Word) -> Word:
+  """x, from which nothing can be computed ahead of a loop."""
+  ptx = 'mov.b32 $0, $1;'
+  return utils.inline_ptx(ptx, x, result_types=_i32(), has_side_effects=True)
 
 
 def difference(a: Word, b: Word) -> Word:

@@ -132,6 +132,7 @@ def instructions(machine: Machine) -> dict:
     times=lambda a, b: (a * np.asarray(b, np_int)).astype(np_int),
     product=lambda a, b: (a * b).astype(np_int),
     shift_left=lambda a, bits: np.left_shift(a, np_int(bits)),
+    union=np.bitwise_or,
     bit_and=lambda a, b: np.bitwise_and(a, np_int(b)),
     xor=lambda a, b: np.bitwise_xor(a, b),
     fma=lambda a, b, c: Real(plain(a) * plain(b) + plain(c)),
@@ -204,10 +205,27 @@ def lane_instructions(machine: Machine) -> dict:
     on = m.on & m.wide(predicate)
     np.add.at(m.memory, m.wide(address)[on] // 4, m.wide(amount)[on])
 
-  def append_if_at_least(address, pair, level):
-    reaches = pair[0].value >= level.value
-    m.store(m.shared, address, pair, reaches)
-    return np.where(reaches, address + 8, address).astype(np_int)
+  def set_bit(word, bit, values):
+    reaches = m.wide(values[0].value >= values[1].value)
+    return np.where(reaches, word | wrapped(1 << bit), word).astype(np_int)
+
+  def each_bit(word, value, body):
+    word, value = m.wide(word).view(np.uint32), m.wide(value)
+    while (word[m.on] > 0).any():
+      some = word > 0
+      bit = np.where(some, np.log2(np.maximum(word, 1)), 0).astype(np_int)
+      next_value = m.under(some, lambda: body(bit, value))
+      value = np.where(some, next_value, value).astype(np_int)
+      word = np.where(some, word ^ (np.uint32(1) << bit.astype(np.uint32)), 0)
+    return value
+
+  def sigmoid(x):
+    with np.errstate(over='ignore'):
+      return Real(1 / (1 + np.exp(-x.value)))
+
+  def rough_sigmoid(x):
+    noise = np.random.default_rng(0).uniform(-5e-7, 5e-7, m.lanes)
+    return Real(sigmoid(x).value + noise.astype(np_real))
 
   return dict(
     Real=Real,
@@ -220,7 +238,14 @@ def lane_instructions(machine: Machine) -> dict:
     log2_magnitude=real(lambda x: np.log2(np.abs(x))),
     is_within=lambda x, bound: np.abs(x.value) < bound.value,
     negate=np.logical_not,
-    append_if_at_least=append_if_at_least,
+    set_bit_if_at_least=set_bit,
+    each_bit=each_bit,
+    bits_set=lambda x: np.bitwise_count(m.wide(x).view(np.uint32)).astype(
+      np_int
+    ),
+    sigmoid=sigmoid,
+    rough_sigmoid=rough_sigmoid,
+    absolute=real(np.abs),
     at_least=compares(np.greater_equal),
     greater=compares(np.greater),
     less=compares(np.less),
@@ -288,20 +313,22 @@ def arguments(tokens, experts, seed=0):
   return logits, bias, mask
 
 
-# (tokens, experts, top_k, cutoff)
+# (tokens, experts, top_k, cutoff, space)
 SELECTIONS = {
-  'k3': (24, 896, 16, 'kplus1'),
-  'one_expert': (12, 200, 1, 'midpoint'),
-  'odd': (12, 37, 31, 'midpoint'),
-  'one_score_a_lane': (12, 11, 3, 'kplus1'),
+  'k3': (24, 896, 16, 'kplus1', 'sigmoid'),
+  'k3_logit': (24, 896, 16, 'midpoint', 'logit'),
+  'one_expert': (12, 200, 1, 'midpoint', 'sigmoid'),
+  'odd': (12, 37, 31, 'midpoint', 'sigmoid'),
+  'one_score_a_lane': (12, 11, 3, 'kplus1', 'logit'),
+  'two_words_of_bits': (12, 1100, 8, 'kplus1', 'sigmoid'),
 }
 
 
 @pytest.mark.parametrize('case', SELECTIONS.values(), ids=SELECTIONS)
 def test_selection(case, patched):
-  tokens, experts, top_k, cutoff = case
+  tokens, experts, top_k, cutoff, space = case
   logits, bias, mask = arguments(tokens, experts)
-  plan = selection.Plan(tokens, experts, top_k, cutoff, 'logit', 'float32')
+  plan = selection.Plan(tokens, experts, top_k, cutoff, space, 'float32')
   arrays = dict(logits=logits, bias=bias, mask=mask)
   shapes = selection.outputs(plan)
   # Words that nothing wrote would show.
@@ -317,7 +344,11 @@ def test_selection(case, patched):
   )
 
   finite = np.isfinite(logits).all(1)
-  scores = np.where(finite[:, None], logits, 0)
+  kept = np.where(finite[:, None], logits, 0)
+  scores = kept
+  if space == 'sigmoid':
+    with np.errstate(over='ignore'):
+      scores = 1 / (1 + np.exp(-kept))
   indices, level, _ = xla.select_and_count(
     jnp.asarray(scores),
     jnp.asarray(bias),
@@ -329,7 +360,7 @@ def test_selection(case, patched):
   np.testing.assert_array_equal(got.indices, indices)
   np.testing.assert_array_equal(got.cutoff, level)
   np.testing.assert_array_equal(got.finite, finite)
-  chosen = np.take_along_axis(scores, np.asarray(indices), 1)
+  chosen = np.take_along_axis(kept, np.asarray(indices), 1)
   np.testing.assert_array_equal(got.chosen, chosen)
   counted = finite & (mask > 0)
   np.testing.assert_array_equal(got.bound, np.where(counted, level, np.nan))
