@@ -21,6 +21,7 @@ from trimoe_jax.model.latent_moe import moe_layer, moe_parameters
 from trimoe_jax.model.parameters import initialize
 
 COLUMNS = ('shape', 'pass', 'tokens', 'ms', 'tokens/s', 'TFLOP/s')
+PASSES = {'forward': 1, 'gradient': 3}  # matmuls for one of the forward pass
 # The MoE layers of experiments/configs, whose remaining settings do not matter.
 SHAPES = {
   'tiny': ModelConfig(),
@@ -51,17 +52,20 @@ def run(
   if tokens < 1:
     raise ValueError(f'tokens={tokens} must be at least 1.')
   config = SHAPES[shape]
-  arguments = _arguments(config, tokens)
+  passes = {
+    kind: jax.jit(functools.partial(_pass, config=config, kind=kind))
+    for kind in PASSES
+  }
+  arguments = _arguments(config, tokens, passes['forward'])
   print(' '.join(f'{name:>12}' for name in COLUMNS))
   rows = []
-  for kind, passes in (('forward', 1), ('gradient', 3)):
-    timed = jax.jit(functools.partial(_pass, config=config, kind=kind))
+  for kind, timed in passes.items():
     seconds = median_seconds(timed, *arguments, repeats=repeats)
-    rate = passes * tokens * operations(config) / seconds / 1e12
+    rate = PASSES[kind] * tokens * operations(config) / seconds / 1e12
     values = tokens, seconds * 1e3, tokens / seconds, rate
     rows.append(dict(zip(COLUMNS, (shape, kind, *values))))
     cells = ' '.join(f'{value:12.3f}' for value in values[1:])
-    print(f'{shape:>12} {kind:>12} {tokens:>12} {cells}')
+    print(f'{shape:>12} {kind:>12} {tokens:>12} {cells}', flush=True)
   return rows
 
 
@@ -73,17 +77,20 @@ def operations(config: ModelConfig) -> int:
   return 2 * (d * c.experts + 2 * d * c.latent + routed + shared)
 
 
-def _arguments(config: ModelConfig, tokens: int):
-  """(parameters, tokens, cotangent, balanced router state)."""
+def _arguments(config: ModelConfig, tokens: int, forward):
+  """(parameters, tokens, cotangent, router state that balances them)."""
   keys = jax.random.split(jax.random.key(0), 3)
   params = initialize(moe_parameters(config), keys[0])
   shape, dtype = (1, tokens, config.width), jnp.dtype(config.dtype)
   x_btd, dy_btd = (jax.random.normal(key, shape, dtype) for key in keys[1:])
-  state = router.init_state(1, config.router, config.moe)
-  balance = jax.jit(functools.partial(_balance, config=config))
+  layers = router.init_state(1, config.router, config.moe)
+  solve = jax.jit(functools.partial(_solve, config=config))
+  state = _first(layers)
   for _ in range(config.router.warm_start):
-    state = balance(params, x_btd, state)
-  return params, x_btd, dy_btd, _first(state)
+    _, stats = forward(params, x_btd, dy_btd, state)
+    layers = solve(layers, stats)
+    state = _first(layers)
+  return params, x_btd, dy_btd, state
 
 
 def _first(layers):
@@ -91,13 +98,10 @@ def _first(layers):
   return jax.tree.map(lambda x: x[0], layers)
 
 
-def _balance(params, x_btd, state, *, config):
+def _solve(layers, stats, *, config):
   """The state that routes these tokens' next pass."""
-  _, stats = moe_layer(
-    params, x_btd, config, state=_first(state), observe=True
-  )
-  stats = jax.tree.map(lambda s: s[None], stats)
-  return router.solve(state, router.reduce(stats), config.router)
+  stats = router.reduce(jax.tree.map(lambda s: s[None], stats))
+  return router.solve(layers, stats, config.router)
 
 
 def _pass(params, x_btd, dy_btd, state, *, config, kind):
