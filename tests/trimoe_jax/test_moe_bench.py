@@ -1,5 +1,6 @@
 """The benchmark of a MoE layer: its rows, its count of operations, mistakes."""
 
+import pytest
 from absl.testing import absltest
 
 from trimoe_jax.config import ModelConfig, MoeConfig
@@ -7,6 +8,7 @@ from trimoe_jax.model import moe_bench
 
 
 class MoeBenchTest(absltest.TestCase):
+  @pytest.mark.slow
   def test_rows_name_pass_and_rates(self):
     rows = moe_bench.run('tiny', tokens=64, repeats=1)
     self.assertEqual([row['pass'] for row in rows], ['forward', 'gradient'])
