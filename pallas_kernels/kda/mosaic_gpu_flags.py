@@ -21,7 +21,6 @@ from pallas_kernels.kda.mosaic_gpu_place import (
   CHUNK,
   ENTERS,
   LEAVES,
-  PLAIN,
   SEGMENT,
   VALID,
 )
@@ -95,9 +94,7 @@ def _chunk_flags(ids, before: warp.Word):
   ]
   ordinary = 1 << VALID | 1 << ENTERS | 1 << LEAVES
   odd = _or([warp.xor(f, ordinary) for f in flags])
-  plain = warp.compare(odd, 'eq', 0)
-  flags = [warp.union(f, _bit(plain, PLAIN)) for f in flags]
-  return flags, _bit(plain, 0)
+  return flags, _bit(warp.compare(odd, 'eq', 0), 0)
 
 
 def _round(chunks: int, refs, first):

@@ -21,10 +21,8 @@ HALF = CHUNK * 64 * 2  # bytes of one [64, 64] bfloat16 tile
 BLOCK_ROWS = 16 * 64 * 2  # bytes of 16 rows of such a tile
 # Flags of a token, as numbers of bits: it is no padding, it is of the document
 # that entered the chunk, of the one that leaves it; then the document's number
-# in the chunk. All flags of a chunk whose tokens are all valid and of one
-# document that enters and leaves it also have the bit PLAIN.
+# in the chunk.
 VALID, ENTERS, LEAVES, SEGMENT = range(4)
-PLAIN = 30
 
 
 class Place:

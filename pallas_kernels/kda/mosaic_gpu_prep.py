@@ -28,11 +28,16 @@ operand to another one is exact. The inverse is a doubling ladder inside each
 
 Shared memory: the query, key and gate tiles are overwritten in place, each warp
 its own rows, by scaled queries, scaled keys and inversely scaled keys. Later
-the key tile carries blocks of T from warp to warp (its first half is then T),
-the query tile holds T diag(beta) in two bfloat16 parts and the gate tile k^.
-W is staged where k^ was and Q where P was. A second gate tile takes the next
+the key tile carries blocks of T from warp to warp, the query tile holds T
+diag(beta) in two bfloat16 parts and the gate tile k^. Where channels hardly
+decay the errors of k^ would add up over chunks: there the key tile holds its
+second bfloat16 part, which waits in global memory, where W will be, until T has
+left. W is staged where k^ was and Q where P was. A second gate tile takes the next
 chunk's gates early; its queries and keys come when the last products have read
 their operands, which its work on the gates then hides.
+
+With documents two kernels run, one without masks over the chunks that need
+none, and one with masks over the others.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 
+from pallas_kernels.kda import mosaic_gpu_tasks as tasks_of
 from pallas_kernels.kda import mosaic_gpu_tiles as blocks
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 from pallas_kernels.kda.mosaic_gpu_place import (
@@ -81,6 +87,7 @@ class Options:
     activate_gate: the gate is a logit, not a log decay.
     masked: per-token flags say which tokens are valid and where documents end.
     save_inverse: also write T.
+    chosen: only chunks whose word in `plain` is this one; None: all.
   """
 
   lower_bound: float
@@ -89,6 +96,7 @@ class Options:
   activate_gate: bool = True
   masked: bool = False
   save_inverse: bool = False
+  chosen: int | None = None
 
   @property
   def offset(self) -> int:
@@ -642,10 +650,10 @@ def _store_tiles(place, outer, own: Owned):
 def _one_chunk(options: Options, place, following, refs):
   """One chunk, with the copies of the next as soon as there is room.
 
-  `following` has two functions: for the gates, and for the rest.
+  `place` is a function; `following` has two: for the gates, and for the rest.
   """
   outer, own = refs
-  b, head, _, n = place
+  b, head, _, n = place()
   tokens = pl.ds(n * CHUNK, CHUNK)
   names = 'minus_key', 'query', 'update'
   written = [outer[o].at[b, head, tokens] for o in names]
@@ -653,32 +661,21 @@ def _one_chunk(options: Options, place, following, refs):
   if options.save_inverse:
     written.append(outer['saved_inverse'].at[b, head, tokens])
 
-  def operands(options: Options):
-    flags = own.flags() if options.masked else own.vectors
-    local = own.tiles, own.gate(), own.vectors, flags
-    decay = _gates(options, local, outer['affine'].at[head])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    following[0]()
-    plgpu.barrier_wait(own.rows_arrived)
-    _operands(options, local, decay, tuple(written))
-
   plgpu.barrier_wait(own.gate_arrived)
-  if options.masked:
-    # Most chunks lie inside one document and need no masks. The bit PLAIN makes
-    # a float32 of at least 2 of what would else be next to nothing.
-    plain = own.flags()[0] > 1.0
-    unmasked = dataclasses.replace(options, masked=False)
-    pl.when(plain)(lambda: operands(unmasked))
-    pl.when(~plain)(lambda: operands(options))
-  else:
-    operands(options)
+  flags = own.flags() if options.masked else own.vectors
+  local = own.tiles, own.gate(), own.vectors, flags
+  decay = _gates(options, local, outer['affine'].at[head])
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+  following[0]()
+  plgpu.barrier_wait(own.rows_arrived)
+  _operands(options, local, decay, tuple(written))
   plgpu.commit_smem()
   # Two copies, since accumulators that cross a branch serialise the products.
   slow = own.vectors[_SLOW] != 0
   pl.when(slow)(lambda: _stage_products(own, True))
   pl.when(~slow)(lambda: _stage_products(own, False))
   following[1]()
-  _store_tiles(place, outer, own)
+  _store_tiles(place(), outer, own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -701,6 +698,10 @@ class Work:
   def total(self) -> int:
     return self.batch * self.heads * self.chunks
 
+  @property
+  def blocks(self) -> int:
+    return min(PROCESSORS, pl.cdiv(self.total, self.warpgroups))
+
   def locate(self, index):
     """(batch row, value head, key head, chunk) of one task."""
     head, rest = lax.rem(index, self.heads), lax.div(index, self.heads)
@@ -713,31 +714,63 @@ def _body(options: Options, work: Work, names, *refs):
   outer, scratch = dict(zip(names, refs)), refs[len(names) :]
   role = lax.axis_index('role')
   worker = lax.axis_index('block') * work.warpgroups + role
-  workers = lax.axis_size('block') * work.warpgroups
+  workers = work.blocks * work.warpgroups
 
   def owned(zero, slot) -> Owned:
-    return Owned(*[ref.at[role + zero] for ref in scratch], slot)
+    words = _words(options)
+    vectors = scratch[1].at[pl.ds((role + zero) * words, words)]
+    tiles, *barriers = [scratch[i].at[role + zero] for i in (0, 2, 3)]
+    return Owned(tiles, vectors, *barriers, slot)
 
   def fetches(index, own: Owned, ahead: bool):
-    """Two functions that start the copies of a task, if it exists."""
-    place = lambda: work.locate(index)
-    gate = lambda: _fetch_gate(options, place(), (outer, own), following=ahead)
-    rows = lambda: _fetch_rows(place(), outer, own)
-    when = lambda f: lambda: pl.when(index < work.total)(f)
-    return when(gate), when(rows)
+    """Two functions that start the copies of task index(), if it exists."""
 
-  for start in fetches(worker, owned(0, 0), False):
-    start()
+    def gate(place):
+      _fetch_gate(options, place, (outer, own), following=ahead)
 
-  @pl.loop(0, lax.div(work.total - worker + workers - 1, workers))
-  def _(i):
-    index = worker + i * workers
+    def if_any(fetch):
+      i = index()
+      pl.when(i < work.total)(lambda: fetch(work.locate(i)))
+
+    rows = lambda place: _fetch_rows(place, outer, own)
+    return (lambda: if_any(gate)), (lambda: if_any(rows))
+
+  def task(i, index, then):
+    """One chunk; `index` and `then` are functions."""
     # A zero that the compiler cannot see: addresses computed before the loop
     # would have to wait in local memory, which is slower than computing them.
     own = owned(lax.shift_right_logical(i, 30), lax.rem(i, 2))
-    following = fetches(index + workers, own, True)
-    _one_chunk(options, work.locate(index), following, (outer, own))
+    following = fetches(then, own, True)
+    place = lambda: work.locate(index())
+    _one_chunk(options, place, following, (outer, own))
 
+  def begin(index):
+    for start in fetches(index, owned(0, 0), False):
+      start()
+
+  if options.chosen is None:
+    begin(lambda: worker)
+
+    @pl.loop(0, lax.div(work.total - worker + workers - 1, workers))
+    def _(i):
+      index = worker + i * workers
+      task(i, lambda: index, lambda: index + workers)
+  else:
+    tasks = tasks_of.Tasks(work.total, work.heads, workers, options.chosen)
+    first = work.warpgroups * _words(options) + role * tasks_of.WORDS
+    stash = scratch[1].at[pl.ds(first, tasks_of.WORDS)]
+    chosen = tasks_of.Worker(tasks, outer['plain'], stash)
+    chosen.begin(worker)
+    begin(chosen.following)
+
+    def step(carry):
+      i, _ = carry
+      chosen.advance()
+      task(i, chosen.at_hand, chosen.following)
+      return i + 1, chosen.following()
+
+    start = jnp.int32(0), chosen.following()
+    lax.while_loop(lambda carry: carry[1] < work.total, step, start)
   plgpu.wait_smem_to_gmem(0)
 
 
@@ -749,6 +782,8 @@ def _inputs(arrays: dict[str, jax.Array], options: Options) -> dict:
     # One buffer holds all vectors, so the flags travel as float32 words.
     flags = arrays['flags']
     read['flags'] = lax.bitcast_convert_type(flags, jnp.float32)
+  if options.chosen is not None:
+    read['plain'] = arrays['plain']
   return read
 
 
@@ -766,14 +801,20 @@ def _outputs(work: Work, options: Options) -> dict[str, jax.ShapeDtypeStruct]:
   return named
 
 
+def _words(options: Options) -> int:
+  """Length of the vectors of one chunk."""
+  return _WORDS if options.masked else _FLAGS
+
+
 def _scratch(work: Work, options: Options) -> list:
   """Shared memory and barriers of a thread block."""
   warpgroups = work.warpgroups
   tiles = (warpgroups, _TILES, CHUNK, 64)
-  words = _WORDS if options.masked else _FLAGS
+  # All vectors in one array: its end, too, lies on a whole KiB.
+  words = _words(options) + tasks_of.WORDS * (options.chosen is not None)
   return [
     plgpu.SMEM(tiles, jnp.bfloat16, transforms=_TRANSFORMS),
-    plgpu.SMEM((warpgroups, words), jnp.float32),
+    plgpu.SMEM((warpgroups * words,), jnp.float32),
     plgpu.Barrier(num_arrivals=5, num_barriers=warpgroups),
     plgpu.Barrier(num_arrivals=2 + options.masked, num_barriers=warpgroups),
   ]
@@ -788,7 +829,8 @@ def prepare(
     arrays: q, k [B, T, H, 128] and gate [B, T, HV, 128] bfloat16, raw; beta
       [B, HV, N * 64] float32, zero for tokens that are no tokens; affine
       [HV, 2, 128] float32, -exp(a_log) log2(e) and its product with the bias;
-      if options.masked flags [B, N * 64] int32, see `mosaic_gpu_flags`.
+      if options.masked flags [B, N * 64] and plain [B, N], int32, see
+      `mosaic_gpu_flags`.
     work: see `Work`.
     options: see `Options`.
 
@@ -797,12 +839,23 @@ def prepare(
     Q [B, HV, N * 64, 64], bfloat16; gamma [B, HV, N, 128] float32;
     saved_inverse, T, like Q, if options.save_inverse.
   """
+  if not options.masked:
+    return _launch(arrays, work, options)
+  # Most chunks lie inside one document and need no masks.
+  plain = dataclasses.replace(options, masked=False, chosen=1)
+  written = _launch(arrays, work, plain)
+  return _launch(arrays, work, dataclasses.replace(options, chosen=0), written)
+
+
+def _launch(arrays, work: Work, options: Options, into=None) -> dict:
+  """One kernel, whose results go to new arrays or `into` those given."""
   read, written = _inputs(arrays, options), _outputs(work, options)
   names = (*read, *written)
+  refs = {} if into is None else {n: jax.new_ref(x) for n, x in into.items()}
   kernel = plgpu.kernel(
     lambda *refs: _body(options, work, names, *refs),
-    out_type=tuple(written.values()),
-    grid=(min(PROCESSORS, pl.cdiv(work.total, work.warpgroups)),),
+    out_type=() if refs else tuple(written.values()),
+    grid=(work.blocks,),
     grid_names=('block',),
     num_threads=work.warpgroups,
     thread_name='role',
@@ -814,4 +867,7 @@ def prepare(
     ),
     scratch_types=_scratch(work, options),
   )
-  return dict(zip(written, kernel(*read.values())))
+  results = kernel(*read.values(), *refs.values())
+  if refs:
+    return {name: jax.freeze(ref) for name, ref in refs.items()}
+  return dict(zip(written, results))

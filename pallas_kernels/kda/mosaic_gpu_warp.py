@@ -107,6 +107,11 @@ def product(a: Word, b: Word) -> Word:
   return arith.muli(a, b)
 
 
+def quotient(a: Word, b: int) -> Word:
+  """a / b for a that is not negative."""
+  return arith.divui(a, word(b))
+
+
 def shift_left(a: Word, bits: int) -> Word:
   return arith.shli(a, word(bits))
 
@@ -240,7 +245,7 @@ def _load_global(address: ir.Value, kind: str, count: int, of: ir.Type):
 
 
 def load_global_words(address: ir.Value, offset: int, count: int) -> list[Word]:
-  """`count` (2 or 4) consecutive words of global memory."""
+  """`count` (1, 2 or 4) consecutive words of global memory."""
   address = arith.addi(address, mgpu.c(offset, address.type))
   return list(_load_global(address, 'b32', count, _i32()))
 
@@ -274,6 +279,26 @@ def warp_sum(x: Word) -> Word:
     x,
     result_types=_i32(),
     convergent=True,
+  )
+
+
+def ballot(condition: ir.Value) -> Word:
+  """One bit for each lane of a warp."""
+  return utils.inline_ptx(
+    '{ .reg .pred p; setp.ne.s32 p, $1, 0; '
+    'vote.sync.ballot.b32 $0, p, 0xffffffff; }',
+    where(condition, word(1), word(0)),
+    result_types=_i32(),
+    convergent=True,
+  )
+
+
+def first_lane(lanes: Word) -> Word:
+  """The number of the lowest bit that is set; 32 if none is."""
+  return utils.inline_ptx(
+    '{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }',
+    lanes,
+    result_types=_i32(),
   )
 
 

@@ -20,6 +20,7 @@ from pallas_kernels.kda import (
   mosaic_gpu_flags,
   mosaic_gpu_place,
   mosaic_gpu_prep,
+  mosaic_gpu_tasks,
   mosaic_gpu_tiles,
   reference,
 )
@@ -186,6 +187,16 @@ def multiply(acc, left, right):
   return result
 
 
+def ballot(condition):
+  bits = condition.reshape(4, 32).astype(np.uint32) << np.arange(32, dtype='u4')
+  return np.repeat(bits.sum(1, dtype=np.uint32), 32).view(np.int32)
+
+
+def first_lane(lanes):
+  bits = lanes.view(np.uint32)[:, None] >> np.arange(32, dtype='u4') & 1
+  return np.where(bits.any(1), bits.argmax(1), 32).astype(np.int32)
+
+
 RELATIONS = {
   'eq': np.equal,
   'ne': np.not_equal,
@@ -231,6 +242,9 @@ def substitutes(machine: Machine) -> dict:
     bit_mask=lambda a, bit: words(a) << (31 - bit) >> 31,
     warp_sum=lambda x: np.repeat(x.reshape(4, 32).sum(1), 32).astype(np.int32),
     order_global=lambda: None,
+    quotient=lambda a, b: words(a) // np.int32(b),
+    ballot=ballot,
+    first_lane=first_lane,
     greater=lambda a, b: a.value > np.float32(b),
     compare=lambda a, relation, b: RELATIONS[relation](words(a), words(b)),
     both=np.logical_and,
@@ -449,14 +463,12 @@ def flags_of(ids):
   index = index.reshape(-1, 64)
   last = index[:, -1:]
   entered = np.concatenate([np.zeros((1, 1), int), last[:-1]])
-  flags = (
+  return (
     ((ids != 0).reshape(index.shape) << mosaic_gpu_place.VALID)
     + ((index == entered) << mosaic_gpu_place.ENTERS)
     + ((index == last) << mosaic_gpu_place.LEAVES)
     + ((index - entered) << mosaic_gpu_place.SEGMENT)
-  )
-  plain = (flags == 7).all(-1, keepdims=True)
-  return (flags + (plain << mosaic_gpu_place.PLAIN)).astype(np.int32)
+  ).astype(np.int32)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +501,32 @@ def test_flags(machine, chunks):
     mosaic_gpu_flags._round(chunks, references, words(start))
   want = flags_of(ids)
   np.testing.assert_array_equal(flags.reshape(want.shape), want)
-  np.testing.assert_array_equal(plain, want[:, 0] >> mosaic_gpu_place.PLAIN)
+  np.testing.assert_array_equal(plain, (want == 7).all(-1))
+
+
+@pytest.mark.parametrize('share', [0.0, 0.04, 0.9, 1.0])
+def test_tasks_are_the_chosen_ones(machine, share):
+  """In order, each once, whatever part of 32 a look finds nothing in."""
+  rng = np.random.default_rng(0)
+  rows, step, total = 3, 7, 3 * 500
+  listed = (rng.uniform(size=500) < share).astype(np.int32)
+  thread = np.arange(THREADS, dtype=np.int32)
+  stash, lane = thread // 32 * 16, thread % 32
+  tasks = mosaic_gpu_tasks.Tasks(total, rows, step, chosen=1)
+
+  def advance():
+    while tasks.exhausted(stash)[0]:
+      tasks.look(stash, (listed, 0), lane)
+    tasks.take(stash)
+    return [x[0] for x in machine.load(stash, 8, 2)]
+
+  for worker in (0, 3, 6):
+    tasks.begin(stash, words(worker))
+    assert advance()[0] == total
+    want = [i for i in range(worker, total, step) if listed[i // rows]]
+    want += [total, total]
+    for at_hand, following in zip(want[:-1], want[1:]):
+      assert advance() == [at_hand, following]
 
 
 def scan(chunks, values, state):
