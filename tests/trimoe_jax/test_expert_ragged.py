@@ -8,9 +8,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import test_expert_dispatch as dispatch_test
 from absl.testing import absltest, parameterized
 
+from pallas_kernels import tpu_schedule
+from pallas_kernels.grouped_matmul import grouped_matmul
 from trimoe_jax.parallel import expert
 
 
@@ -46,8 +49,16 @@ def compiled(ranks, **kwargs):
 
 @absltest.skipIf(jax.device_count() < 8, 'tests/conftest.py fakes 8 devices')
 class RaggedTest(parameterized.TestCase):
-  @parameterized.parameters(1, 4, 8)
+  @parameterized.parameters(8)
   def test_values_and_all_gradients(self, ranks):
+    self.check(ranks)
+
+  @pytest.mark.slow
+  @parameterized.parameters(1, 2, 4)
+  def test_fewer_ranks(self, ranks):
+    self.check(ranks)
+
+  def check(self, ranks):
     run = compiled(ranks)
     cases = {
       'random': dispatch_test.random_routes(),
@@ -71,6 +82,46 @@ class RaggedTest(parameterized.TestCase):
     self.assertGreater(got[1].sum(), 0)
     jax.tree.map(np.testing.assert_array_equal, got[1], padded[1])
     dispatch_test.assert_close(got, padded)
+
+
+@pytest.mark.tpu_compile
+def test_libtpu_sends_ragged_copies():
+  devices = np.array(tpu_schedule.devices('v6e', dump=False))
+  mesh = jax.sharding.Mesh(devices, 'expert')
+  split = jax.NamedSharding(mesh, jax.P('expert'))
+  tokens, experts, width = 64 * devices.size, 8 * devices.size, 128
+
+  def local(z_tl, weights_elf, indices_tj, weights_tj, mask_t):
+    return expert.run_experts(
+      lambda w, z, sizes: grouped_matmul(z, w, sizes),
+      weights_elf,
+      z_tl,
+      expert.Routes(indices_tj, weights_tj, mask_t),
+      axis='expert',
+      strategy='all_to_all',
+    )[0]
+
+  layer = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=jax.P('expert'),
+    out_specs=jax.P('expert'),
+    check_vma=False,
+  )
+  shape = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=split
+  )
+  with jax.set_mesh(mesh):
+    lowered = jax.jit(layer).lower(
+      shape(tokens, width),
+      shape(experts, width, width),
+      shape(tokens, 2, dtype=jnp.int32),
+      shape(tokens, 2, dtype=jnp.float32),
+      shape(tokens, dtype=bool),
+    )
+  text = lowered.compile().as_text()
+  assert 'ragged-all-to-all(' in text
+  assert ' all-to-all(' not in text
 
 
 if __name__ == '__main__':
