@@ -39,7 +39,7 @@ class Plan(NamedTuple):
   space: str
   dtype: str
   warpgroups: int = 8
-  unroll: int = 4
+  unroll: int = 2
 
   @property
   def width(self) -> int:
@@ -120,14 +120,6 @@ class Column(NamedTuple):
   edges: Word | None
   centres: list[Real]
   numbers: list[Real]
-
-
-class Token(NamedTuple):
-  """What a thread reads of one token."""
-
-  logits: list[Real]
-  bound: Real
-  counts: Word
 
 
 def parameters(statistics, bias_e) -> jax.Array:
@@ -223,16 +215,24 @@ def _emit(plan: Plan, pointers, place: Place):
   lane_code.wait_for_block()
   own = _column(plan, pointers, place)
 
-  def several(i):
-    first = warp.times(i, plan.down * plan.unroll)
-    rows = [warp.add(first, plan.down * u) for u in range(plan.unroll)]
-    loaded = [_load(plan, own, row) for row in rows]
-    scores = _scores(plan, [x for tokens in loaded for x in tokens.logits])
-    for n, token in enumerate(loaded):
-      ours = scores[n * plan.width : (n + 1) * plan.width]
-      _count(plan, own, token._replace(logits=ours))
+  step = plan.down * plan.unroll
+  held = plan.width + 1
 
-  warp.repeat(-(-plan.rows // (plan.down * plan.unroll)), several)
+  def load(first):
+    rows = [warp.add(first, plan.down * n) for n in range(plan.unroll)]
+    return [x for row in rows for x in _load(plan, own, row)]
+
+  def several(i, loaded):
+    # What comes next is on its way while this is counted.
+    following = load(warp.times(warp.add(i, 1), step))
+    tokens = [loaded[n : n + held] for n in range(0, len(loaded), held)]
+    scores = _scores(plan, [x for token in tokens for x in token[:-1]])
+    for n, token in enumerate(tokens):
+      ours = scores[n * plan.width : (n + 1) * plan.width]
+      _count(plan, own, ours, token[-1])
+    return following
+
+  lane_code.iterate(-(-plan.rows // step), load(warp.word(0)), several)
   lane_code.wait_for_block()
   _add(plan, pointers['out'], place)
 
@@ -324,15 +324,14 @@ def _copy_edges(plan: Plan, pointers, place: Place):
   copy('edges', plan.edges, place.edges)
 
 
-def _load(plan: Plan, own: Column, row: Word) -> Token:
-  """The token `row` below the thread's first one."""
+def _load(plan: Plan, own: Column, row: Word) -> list[Real]:
+  """Logits and cutoff of a token; the cutoff is NaN if it does not count."""
   exists = warp.compare(row, 'slt', own.left)
   row = warp.where(exists, row, warp.word(0))
   (bound,) = warp.load_global(lane_code.row_address(own.bound, row, 4), 0, 1)
   address = lane_code.row_address(own.logits, row, plan.experts * plan.item)
   logits = lane_code.load_bytes(address, plan.width, plan.dtype)
-  counts = warp.both(exists, lane_code.equal(bound, bound))
-  return Token(logits, bound, counts)
+  return [*logits, warp.where(exists, bound, float('nan'))]
 
 
 def _scores(plan: Plan, logits) -> list[Real]:
@@ -347,13 +346,14 @@ def _scores(plan: Plan, logits) -> list[Real]:
   )
 
 
-def _count(plan: Plan, own: Column, token: Token):
-  amount = warp.where(token.counts, warp.word(1), warp.word(0))
-  for i, score in enumerate(token.logits):
-    margin = token.bound - score
+def _count(plan: Plan, own: Column, scores, bound: Real):
+  counts = lane_code.equal(bound, bound)
+  amount = warp.where(counts, warp.word(1), warp.word(0))
+  for i, score in enumerate(scores):
+    margin = bound - score
     if plan.edges:
       edges = warp.add(own.edges, i * plan.pitch * 4)
-      beside = own.centres[i], edges, token.counts
+      beside = own.centres[i], edges, counts
       number = _edges_below(plan, margin, beside, own.numbers)
     else:
       number = _uniform_bin(plan, margin, own.numbers)

@@ -6,6 +6,7 @@ of words: everything but timing and races is checked without a GPU. Scores are
 logits here, since a sigmoid would round differently on a CPU.
 """
 
+import functools
 import types
 
 import jax.numpy as jnp
@@ -214,7 +215,7 @@ def lane_instructions(machine: Machine) -> dict:
     while (word[m.on] > 0).any():
       some = word > 0
       bit = np.where(some, np.log2(np.maximum(word, 1)), 0).astype(np_int)
-      next_value = m.under(some, lambda: body(bit, value))
+      next_value = m.under(some, functools.partial(body, bit, value))
       value = np.where(some, next_value, value).astype(np_int)
       word = np.where(some, word ^ (np.uint32(1) << bit.astype(np.uint32)), 0)
     return value
