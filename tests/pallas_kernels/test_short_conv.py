@@ -20,7 +20,12 @@ from test_kda_mosaic_gpu_emulated import (
 )
 
 from pallas_kernels import testing
-from pallas_kernels.kda import mosaic_gpu, mosaic_gpu_conv, short_convolution
+from pallas_kernels.kda import (
+  conv_bench,
+  mosaic_gpu,
+  mosaic_gpu_conv,
+  short_convolution,
+)
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 from pallas_kernels.kda.short_conv import refusal
 
@@ -192,3 +197,9 @@ def test_kernels(shape, packed):
   want_x, want_taps = plain_gradients(x, taps, ids, d)
   assert testing.relative_rms(d_x.reshape(x.shape), want_x) < 3e-3
   assert testing.relative_rms(d_taps.reshape(taps.shape), want_taps) < 1e-5
+
+
+def test_benchmark_prints_two_rows(capsys):
+  rows = conv_bench.run(shapes='1x64x2x8', repeats=1)
+  assert [row['pass'] for row in rows] == ['forward', 'gradient']
+  assert capsys.readouterr().out.count('1x64x2x8') == 2
