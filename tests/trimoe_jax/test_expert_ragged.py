@@ -49,12 +49,11 @@ def compiled(ranks, **kwargs):
 
 @absltest.skipIf(jax.device_count() < 8, 'tests/conftest.py fakes 8 devices')
 class RaggedTest(parameterized.TestCase):
-  @parameterized.parameters(8)
-  def test_values_and_all_gradients(self, ranks):
-    self.check(ranks)
+  def test_values_and_all_gradients(self):
+    self.check(8)
 
-  @pytest.mark.slow
   @parameterized.parameters(1, 2, 4)
+  @pytest.mark.slow
   def test_fewer_ranks(self, ranks):
     self.check(ranks)
 
