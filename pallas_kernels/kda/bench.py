@@ -45,7 +45,8 @@ def run(
     specs: None takes those tagged 'bench'.
     shapes: instead of specs, BxTxH by commas, K = V = 128, bfloat16; packed
       documents as their lengths, 1300+547x96.
-    peers: 'fla', 'jla' by commas, public implementations beside those shapes.
+    peers: 'fla', 'jla' by commas, public implementations beside those shapes;
+      fla@1x8192x96 only at that one.
     passes: 'forward', 'gradient' (both passes) by commas, for shapes.
     implementation, chunk_size, save: as for `kda`.
     repeats: timed calls, of which the median is reported.

@@ -122,13 +122,14 @@ def run(
 
   Args:
     shapes: texts that `parse` takes, by commas.
-    names: peers; one that cannot run here is named with the reason.
+    names: peers, perhaps with the only shape to time them at, as in
+      fla@1x8192x96; one that cannot run here is named with the reason.
     kinds: 'forward', 'gradient' (both passes).
     floor_of, operations_of: bytes, operations of a spec and kind.
     **options: of `kda`.
   """
   shapes = [parse(text) for text in shapes.split(',')]
-  reasons = {name: peers.missing(name) for name in names}
+  wanted = [_peer(entry, shapes) for entry in names]
   bandwidth, rate = copy_bandwidth(), matmul_rate()
   print(
     f'{jax.devices()[0].device_kind}, jax {jax.__version__}, copy '
@@ -147,12 +148,30 @@ def run(
     for kind in kinds:
       measured = peers.time_jax(_ours(shape, options), sets, kind)
       table.add(shape, kind, 'ours', *measured)
-  for name, reason in reasons.items():
+  for name, only in wanted:
+    reason = peers.missing(name)
     if reason is None:
-      _add_peer(table, name, shapes, kinds)
+      _add_peer(table, name, only, kinds)
     else:
       print(reason, flush=True)
   return table.rows
+
+
+def _peer(entry: str, shapes) -> tuple[str, list[Shape]]:
+  """A peer and the shapes to time it at, from 'name' or 'name@shape'.
+
+  Raises:
+    ValueError: there is no such peer, or the shape is none of those given.
+  """
+  name, _, only = entry.partition('@')
+  peers.missing(name)
+  taken = [shape for shape in shapes if only in ('', shape.text)]
+  if not taken:
+    raise ValueError(
+      f'{entry!r} names a shape that is not timed; choose one of '
+      f'{[shape.text for shape in shapes]}.'
+    )
+  return name, taken
 
 
 def _input_sets(shape: Shape):

@@ -24,6 +24,8 @@ def test_mistaken_shapes(text):
 def test_unknown_peer_is_refused_before_anything_runs():
   with pytest.raises(ValueError, match="choose among .'fla', 'jla'."):
     bench.run(shapes='1x64x1', peers='fle')
+  with pytest.raises(ValueError, match='a shape that is not timed'):
+    bench.run(shapes='1x64x1', peers='fla@1x32x1')
 
 
 def test_rows(monkeypatch, capsys):
