@@ -14,7 +14,7 @@ from ml_collections import config_flags
 
 from experiments.command_line import parse_flags
 from experiments.configs import as_dict
-from trimoe_jax import loop, report
+from trimoe_jax import hosts, loop, report
 from trimoe_jax.config import TrainConfig, from_dict
 from trimoe_jax.run import prepare
 
@@ -27,6 +27,11 @@ WORKDIR = flags.DEFINE_string(
 DISTRIBUTED = flags.DEFINE_boolean(
   'distributed', False, 'Whether several hosts train together.'
 )
+COORDINATOR = flags.DEFINE_string(
+  'coordinator', None, "Process 0's host:port, where no cluster tells it."
+)
+PROCESSES = flags.DEFINE_integer('processes', None, 'With --coordinator.')
+PROCESS = flags.DEFINE_integer('process', None, 'With --coordinator.')
 
 
 class StopOnSignal:
@@ -50,24 +55,24 @@ class StopOnSignal:
 def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'unexpected arguments {argv[1:]}.')
-  if DISTRIBUTED.value:
-    import jax
-
-    jax.distributed.initialize()
   try:
+    if DISTRIBUTED.value:
+      hosts.initialize(COORDINATOR.value, PROCESSES.value, PROCESS.value)
     config = from_dict(TrainConfig, as_dict(CONFIG.value))
     run = prepare(config, WORKDIR.value)
-  except (ValueError, TypeError, OSError) as error:
+  except (ValueError, TypeError, OSError, RuntimeError) as error:
     sys.exit(f'error: {error}')
   if report.is_finished(run):
     print(f'{run.workdir} holds a finished run.')
   else:
-    state = loop.train(run, should_stop=StopOnSignal())
+    told = hosts.StopTogether() if DISTRIBUTED.value else StopOnSignal()
+    state = loop.train(run, should_stop=told)
     if state is None:
       return
     report.write(run, state)
-  print(run.report_path.read_text())
-  print(f'report: {run.report_path}')
+  if hosts.is_main():
+    print(run.report_path.read_text())
+    print(f'report: {run.report_path}')
 
 
 if __name__ == '__main__':

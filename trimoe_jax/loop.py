@@ -8,6 +8,7 @@ trace again unnoticed.
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trimoe_jax import profiling, sharding
+from trimoe_jax import hosts, profiling, sharding
 from trimoe_jax.compilation import Compiler
 from trimoe_jax.evals.heldout import Evaluator
 from trimoe_jax.metrics import JsonlWriter, NanGuard, Progress, Throughput
@@ -81,7 +82,7 @@ def fetch(run: Run, step: int) -> dict[str, jax.Array]:
   batch = run.batches.batch_at(step)
   where = jax.NamedSharding(run.mesh, sharding.spec(BATCH_AXES))
   split = lambda x: x.reshape(batch_shape(stage))
-  return {k: jax.device_put(split(v), where) for k, v in batch.items()}
+  return {k: hosts.place(split(v), where) for k, v in batch.items()}
 
 
 def warm_start(run: Run, state: TrainState) -> tuple[TrainState, dict | None]:
@@ -105,7 +106,7 @@ def warm_start(run: Run, state: TrainState) -> tuple[TrainState, dict | None]:
     stats, balance = forward(
       state.params, fetch(run, next(steps)), router_state
     )
-    found.append(jax.tree.map(np.asarray, balance))
+    found.append(hosts.fetch(balance))
     return stats
 
   warm = router.warm_start(
@@ -153,8 +154,13 @@ class Logger:
 
   def __init__(self, run: Run, first: int):
     self._run = run
-    self._writer = JsonlWriter(run.metrics_path, resume_step=first)
-    self._progress = Progress(run.batches.total_steps, initial=first)
+    path, stream = run.metrics_path, None
+    if not hosts.is_main():
+      path, stream = None, io.StringIO()
+    self._writer = JsonlWriter(path, resume_step=first)
+    self._progress = Progress(
+      run.batches.total_steps, initial=first, stream=stream
+    )
     self._guard = NanGuard(PATIENCE)
     self._rate = Throughput()
     self._held: tuple[int, dict[str, Any]] | None = None
@@ -213,7 +219,7 @@ class Logger:
     if self._held is None:
       return
     (step, metrics), self._held = self._held, None
-    metrics = jax.tree.map(np.asarray, metrics)
+    metrics = hosts.fetch(metrics)
     self._guard.check(
       step, float(metrics['loss']), grad_norm=float(metrics['grad_norm'])
     )

@@ -194,7 +194,7 @@ def _map(f: Callable[..., Any], *chunks: jax.Array) -> Any:
 
 
 def _split(x_bt: jax.Array, chunk: int) -> jax.Array:
-  """[B, T, ...] -> [n, B, c, ...]; a device's c * B is at most about `chunk`."""
+  """[B, T, ...] -> [n, B, c, ...] with about `chunk` tokens on a device."""
   batch, time, *rest = x_bt.shape
   count = _chunk_count(x_bt, chunk)
   size = -(-time // count)

@@ -23,14 +23,17 @@ class JsonlWriter:
   by a crash is dropped too.
 
   Args:
-    path: the file; created with its folder when missing.
+    path: the file; created with its folder when missing. None writes nowhere.
     resume_step: the number of finished steps from which the run continues;
       None keeps all records.
   """
 
   def __init__(
-    self, path: str | pathlib.Path, *, resume_step: int | None = None
+    self, path: str | pathlib.Path | None, *, resume_step: int | None = None
   ):
+    if path is None:
+      self._file = open(os.devnull, 'w')
+      return
     self._path = pathlib.Path(path)
     self._path.parent.mkdir(parents=True, exist_ok=True)
     if self._path.exists():

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trimoe_jax import plots
+from trimoe_jax import hosts, plots
 from trimoe_jax.metrics import read_jsonl
 from trimoe_jax.model.model import Model, count_parameters
 from trimoe_jax.run import Run
@@ -29,7 +29,14 @@ def is_finished(run: Run) -> bool:
 
 
 def write(run: Run, state: TrainState):
-  """Writes figures/*.png and report.md."""
+  """Writes figures/*.png and report.md; every process must take part."""
+  continuation = _continuation(run, state)
+  if hosts.is_main():
+    _write(run, continuation)
+  hosts.wait('report')
+
+
+def _write(run: Run, continuation: str):
   records = read_jsonl(run.metrics_path)
   steps = [r for r in records if r['kind'] == 'step']
   evals = [r for r in records if r['kind'] == 'eval']
@@ -43,7 +50,7 @@ def write(run: Run, state: TrainState):
       _stage_table(run, steps, stage_ends(evals), compiles),
       _balance_table(_moe_layers(run), steps, warm),
       _figures(),
-      _continuation(run, state),
+      continuation,
     ]
   )
   fresh = run.report_path.with_suffix('.new')
@@ -293,7 +300,7 @@ def _continuation(run: Run, state: TrainState) -> str:
       temperature=settings.temperature,
       key=jax.random.fold_in(state.key, state.step),
     )
-  text = tokenizer.decode(np.asarray(tokens)[0])
+  text = tokenizer.decode(hosts.fetch(tokens)[0])
   fence = '````'
   return (
     f'## Continuation\n\nOf {settings.sample_prompt!r} at temperature '

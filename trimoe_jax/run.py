@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import optax
 
-from trimoe_jax import sharding, train_state
+from trimoe_jax import hosts, sharding, train_state
 from trimoe_jax.checkpoint import Checkpointer, check_config
 from trimoe_jax.config import TrainConfig, from_dict
 from trimoe_jax.data import Corpus, StagedBatches, load_corpus
@@ -115,7 +115,9 @@ def prepare(config: TrainConfig, workdir: str | pathlib.Path) -> Run:
     optimizer=make_optimizer(config.optim, shapes, schedule),
     schedule=schedule,
   )
-  _claim(workdir, config, corpus)
+  if hosts.is_main():
+    _claim(workdir, config, corpus)
+  hosts.wait('working directory')
   return run
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trimoe_jax import sharding
+from trimoe_jax import hosts, sharding
 from trimoe_jax.config import TrainConfig
 from trimoe_jax.data import Batch, Corpus
 from trimoe_jax.evals.perplexity import LossMeter
@@ -151,8 +151,8 @@ class Evaluator:
     """Losses and predictions [B, T] and depth weights of one batch."""
     self.compile(params, router, context)
     where = self._placement()
-    inputs = {k: jax.device_put(batch[k], where) for k in INPUTS}
-    return self._compiled[context](params, router, inputs)
+    inputs = {k: hosts.place(batch[k], where) for k in INPUTS}
+    return hosts.fetch(self._compiled[context](params, router, inputs))
 
   def _placement(self) -> jax.NamedSharding:
     return jax.NamedSharding(self._mesh, sharding.spec(('batch', 'seq')))
