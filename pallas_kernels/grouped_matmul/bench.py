@@ -3,6 +3,7 @@
 The floor is the larger of the traffic that cannot be avoided over the bandwidth
 of a large copy and the operations over the rate of one large matmul in the same
 dtype, both measured in the same process. The gradient counts three matmuls.
+Accelerators get several calls at a time, so that they never wait for the host.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def run(
   if unknown:
     raise ValueError(f'passes={passes!r}; choose from {sorted(PASSES)}.')
   specs = tagged('bench') if specs is None else tuple(specs)
-  bandwidth = copy_bandwidth(repeats)
+  bandwidth = copy_rate()
   rates = {dtype: matmul_rate(dtype) for dtype in {s.dtype for s in specs}}
   print(' '.join(f'{name:>12}' for name in COLUMNS))
   rows = []
@@ -83,11 +84,21 @@ def operations(spec: ArgSpec) -> int:
   return 2 * int(spec.group_sizes().sum()) * spec.width * spec.out_width
 
 
+def copy_rate() -> float:
+  """Bytes a second that a large negation reads and writes here."""
+  if dispatch.device_kind() == 'cpu':
+    return copy_bandwidth(5)
+  x = jnp.ones(2**27, jnp.float32)
+  once = jax.jit(jnp.negative)
+  return 2 * x.nbytes / _queued_seconds(once, x, seconds=5e-4, repeats=5)
+
+
 def matmul_rate(dtype: str) -> float:
   """Operations a second of one square matmul here."""
   size = 1024 if dispatch.device_kind() == 'cpu' else 8192
   x = jax.random.normal(jax.random.key(0), (size, size), jnp.dtype(dtype))
-  return 2 * size**3 / median_seconds(jax.jit(jnp.matmul), x, x, repeats=5)
+  once = jax.jit(jnp.matmul)
+  return 2 * size**3 / _queued_seconds(once, x, x, seconds=2e-3, repeats=5)
 
 
 def _named(implementation: str | None) -> Callable:
@@ -113,9 +124,15 @@ def _pass(function, kind, lhs, rhs, sizes, cotangent):
 
 
 def _seconds(function, *, arrays, kind, floor, repeats):
-  """Median of a call; short ones are queued several at a time."""
-  queued = max(1, min(20, int(2e-3 / floor)))
   once = jax.jit(functools.partial(_pass, function, kind))
+  return _queued_seconds(once, *arrays, seconds=floor, repeats=repeats)
+
+
+def _queued_seconds(once, *arrays, seconds, repeats):
+  """Median of a call that takes `seconds` or more."""
+  queued = 1
+  if dispatch.device_kind() != 'cpu':
+    queued = max(2, min(100, int(1e-2 / seconds)))
 
   def burst(*arrays):
     for _ in range(queued):
