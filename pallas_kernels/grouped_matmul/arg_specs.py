@@ -79,7 +79,7 @@ def _draw_on_device(spec: ArgSpec, key):
   return jax.random.normal(lhs_key, (spec.rows, spec.width), dtype), rhs
 
 
-_LARGE = 2**24  # elements that take a host too long to draw
+_LARGE = 2**22  # elements that take a host too long to draw
 
 SPECS = (
   ArgSpec('even', 24, 4, 8, 6, 'even', tags=('test',)),
