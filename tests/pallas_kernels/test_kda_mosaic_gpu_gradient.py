@@ -197,6 +197,8 @@ def run(block, options, chunk):
   shared = at.Shared(*tiles, words(VECTORS), words(block.tokens()), masked)
   slope = -SLOPE * np.log2(np.e)
   affine = Real(slope), [Real(slope * BIAS)] * 2
+  if not options.activate_gate:
+    affine = None
 
   def first(seat):
     rows.store_norms(seat, shared, options)
@@ -271,10 +273,9 @@ def finish(block, options, shared, affine, given, out):
   result = {n: wide(out[n]) for n in ('dq', 'dk', 'dgate')}
   result['dbeta'] = single(out['dbeta'])
   partial = single(out['partial']).sum(0)
-  result['dt_bias'], result['a_log'] = (
-    partial[0],
-    partial[1].sum() / affine[0].value[0],
-  )
+  if affine is not None:
+    slope = affine[0].value[0]
+    result['dt_bias'], result['a_log'] = partial[0], partial[1].sum() / slope
   return result
 
 
@@ -285,7 +286,10 @@ def problem(seed, case, ids=None, scale=1.0):
   shape = (1, length, 1, WIDTH)
   q, k, v, gate, d_out = (low(rng.normal(size=shape)) for _ in range(5))
   gate = low(2 * gate.astype(np.float32))
-  if case != 'mixed':
+  if case == 'bare':
+    q, k = (low(x.astype(np.float32) / 12) for x in (q, k))
+    gate = low(-5 * rng.uniform(size=shape) ** 3)
+  elif case != 'mixed':
     gate = np.full_like(gate, {'saturated': 30, 'zero': -30}[case])
   beta = rng.uniform(size=(1, length, 1)).astype(np.float32)
   final, initial = rng.normal(size=(2, 1, 1, WIDTH, WIDTH))
@@ -326,9 +330,8 @@ def recurrence(x, documents, scale, cotangents, state):
   return turned(entering), np.stack(inverse), turned(leaving[::-1])
 
 
-def exact(arrays, cotangents, initial, ids):
+def exact(arrays, cotangents, initial, ids, settings):
   """Gradients and, for every chunk, states and T, in float64."""
-  settings = kda_inputs.Settings(-5.0, WIDTH**-0.5, True, True, False)
   with jax.enable_x64(True):
     wide = lambda x: jnp.asarray(np.asarray(x, np.float64))
     bias = np.full((1, WIDTH), BIAS)
@@ -341,15 +344,24 @@ def exact(arrays, cotangents, initial, ids):
     x = kda_inputs.activate(raw, documents.valid, settings)
     of_head = cotangents[0], cotangents[1][0, 0]
     states = recurrence(x, documents, settings.scale, of_head, initial[0, 0])
-  return jax.tree.map(np.asarray, want), states, settings
+  return jax.tree.map(np.asarray, want), states
 
 
-def gradients_of(block, given, ids, masked: bool):
-  """What the emulated kernel makes of all chunks, and what it should."""
+def gradients_of(block, given, ids, masked: bool, bare=False):
+  """What the emulated kernel makes of all chunks, and what it should.
+
+  `bare`: without norms, and with log decays for gates.
+  """
   arrays, cotangents, initial = given
-  want, states, settings = exact(arrays, cotangents, initial, ids)
+  active = not bare
+  settings = kda_inputs.Settings(-5.0, WIDTH**-0.5, active, active, False)
+  want, states = exact(arrays, cotangents, initial, ids, settings)
   options = mosaic_gpu_prep.Options(
-    lower_bound=-5.0, scale=settings.scale, masked=masked
+    lower_bound=-5.0,
+    scale=settings.scale,
+    masked=masked,
+    normalize_qk=active,
+    activate_gate=active,
   )
   q, k, v, gate, beta = (x[0, :, 0] for x in arrays)
   beta = np.where(ids != 0, beta, 0).astype(np.float32)
@@ -364,7 +376,8 @@ def gradients_of(block, given, ids, masked: bool):
     chunks.append(run(block, options, part))
   rows = lambda name: np.concatenate([c[name] for c in chunks])
   got = {n: rows('d' + n) for n in ('q', 'k', 'gate', 'beta')}
-  got |= {n: sum(c[n] for c in chunks) for n in ('a_log', 'dt_bias')}
+  if not bare:
+    got |= {n: sum(c[n] for c in chunks) for n in ('a_log', 'dt_bias')}
   return got, {n: getattr(want, n).squeeze() for n in got}
 
 
@@ -386,6 +399,11 @@ def check(got, want):
 def test_gradients(block, case, scale):
   given = problem(0, case, scale=scale)
   check(*gradients_of(block, given, np.ones(3 * CHUNK, np.int32), False))
+
+
+def test_without_norm_and_gate(block):
+  given = problem(2, 'bare')
+  check(*gradients_of(block, given, np.ones(3 * CHUNK, np.int32), False, True))
 
 
 def test_documents_and_padding(block):
