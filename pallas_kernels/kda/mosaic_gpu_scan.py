@@ -39,8 +39,6 @@ class Plan:
   Attributes:
     pieces: independent ranges of equal length that the chunks are cut into.
     some: the first piece to run and the one to stop before; all if None.
-    values: V is read; otherwise it is zero, and the final state is that range's
-      linear map applied to the initial state.
     output: O is written.
     initial: an initial state is read, otherwise it is zero.
     masked: rows of V that belong to no token are ignored.
@@ -50,7 +48,6 @@ class Plan:
 
   pieces: int = 1
   some: tuple[int, int] | None = None
-  values: bool = True
   output: bool = True
   initial: bool = True
   masked: bool = False
@@ -85,8 +82,6 @@ def load(ref, layout=_TILE) -> jax.Array:
 
 def _entering_values(plan: Plan, stage, slot, rows) -> jax.Array:
   """V^T of a chunk, zero where there is no token."""
-  if not plan.values:
-    return zeros((_ROWS, CHUNK))
   v_vc = load(stage['values'].at[slot, rows].T).astype(jnp.float32)
   if not plan.masked:
     return v_vc
@@ -163,7 +158,7 @@ def _copies(plan: Plan, at, refs):
     names = ['minus_key', 'update']
   copies = [(outer[name].at[b, head, tokens], stage[name]) for name in names]
   copies.append((outer['gamma'].at[b, head, n], stage['gamma']))
-  if plan.values and plan.masked:
+  if plan.masked:
     copies.append((outer['flags'].at[b, tokens], stage['flags']))
   return copies
 
@@ -176,11 +171,10 @@ def _fetch(plan: Plan, place, n, refs):
   arrived = barriers[0].at[slot]
   for source, dest in _copies(plan, (b, head, first + n), refs):
     plgpu.copy_gmem_to_smem(source, dest.at[slot], arrived)
-  if plan.values:
-    tokens = pl.ds((first + n) * CHUNK, CHUNK)
-    for rows in range(stage['values'].shape[1]):
-      source = outer['values'].at[b, tokens, head, pl.ds(_ROWS * rows, _ROWS)]
-      plgpu.copy_gmem_to_smem(source, stage['values'].at[slot, rows], arrived)
+  tokens = pl.ds((first + n) * CHUNK, CHUNK)
+  for rows in range(stage['values'].shape[1]):
+    source = outer['values'].at[b, tokens, head, pl.ds(_ROWS * rows, _ROWS)]
+    plgpu.copy_gmem_to_smem(source, stage['values'].at[slot, rows], arrived)
 
 
 def _produce(plan: Plan, place, refs):
@@ -216,10 +210,9 @@ class Size:
     return self.batch * self.heads * len(plan.running)
 
 
-def _size_of(arrays: dict[str, jax.Array], plan: Plan) -> Size:
+def _size_of(arrays: dict[str, jax.Array]) -> Size:
   batch, heads, padded, _ = arrays['minus_key'].shape
-  width = arrays['values'].shape[3] if plan.values else WIDTH
-  return Size(batch, heads, padded // CHUNK, width)
+  return Size(batch, heads, padded // CHUNK, arrays['values'].shape[3])
 
 
 def _body(plan: Plan, size: Size, names, *refs):
@@ -268,9 +261,8 @@ def _stages(plan: Plan, groups: int) -> dict:
     stage['query'] = _tile(ring, CHUNK, WIDTH)
     stage['scores'] = _tile(ring, CHUNK, CHUNK)
     stage['out'] = _tile(groups, CHUNK, _ROWS)
-  if plan.values:
-    stage['values'] = _tile(ring, groups, CHUNK, _ROWS)
-  if plan.values and plan.masked:
+  stage['values'] = _tile(ring, groups, CHUNK, _ROWS)
+  if plan.masked:
     stage['flags'] = plgpu.SMEM((ring, CHUNK), jnp.int32)
   if plan.save_state:
     stage['saved'] = _tile(groups, _ROWS, WIDTH)
@@ -302,7 +294,7 @@ def _scratch(plan: Plan, groups: int) -> list:
   """Shared memory and barriers of a thread block."""
   stage = _stages(plan, groups)
   loaded = [n for n in stage if n not in ('out', 'saved')]
-  copies = len(loaded) + (groups - 1) * plan.values
+  copies = len(loaded) + groups - 1
   return [
     *stage.values(),
     plgpu.Barrier(num_arrivals=copies, num_barriers=_STAGES),
@@ -328,7 +320,7 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
     out [B, T, HV, V] bfloat16 if plan.output; final [B, HV, P, V, 128]
     float32; saved [B, HV, N, V, 128] bfloat16 if plan.save_state.
   """
-  size = _size_of(arrays, plan)
+  size = _size_of(arrays)
   read = _inputs(arrays, plan, size.groups)
   written = _outputs(arrays, plan, size)
   names = (*read, *written)

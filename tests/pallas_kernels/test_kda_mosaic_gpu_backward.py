@@ -230,10 +230,9 @@ def pieces_of(plan, chunk_count):
 def plain_scan(arrays, plan):
   """`mosaic_gpu_scan.scan` by its definition, with its roundings."""
   minus_key, query, update, scores, gamma = cut_operands(arrays)
-  wide = arrays['values'].shape[3] if plan.values else 128
+  wide = arrays['values'].shape[3]
   lead, count = minus_key.shape[:2], minus_key.shape[2]
-  if plan.values:
-    values = cut_rows(arrays['values'], arrays, plan.masked)
+  values = cut_rows(arrays['values'], arrays, plan.masked)
   outs, saved, finals = {}, {}, []
   for i, piece in pieces_of(plan, count):
     state = jnp.zeros((*lead, wide, 128), jnp.float32)
@@ -242,8 +241,7 @@ def plain_scan(arrays, plan):
     for n in piece:
       saved[n] = half(state)
       e = product('bhvk,bhck->bhcv', half(state), minus_key[:, :, n])
-      if plan.values:
-        e += values[:, :, n]
+      e += values[:, :, n]
       outs[n] = product('bhck,bhvk->bhcv', query[:, :, n], half(state))
       outs[n] += product('bhcd,bhdv->bhcv', scores[:, :, n], half(e))
       state = gamma[:, :, n, None] * state
