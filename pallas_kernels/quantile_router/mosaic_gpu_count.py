@@ -5,8 +5,7 @@ Legend: t token, e expert, n bin, s slice, i edge.
 A thread block counts a group of experts over a slice of the tokens: the
 histograms of 56 experts with 1000 bins fill the shared memory of a processor.
 Adding integers in shared memory is one instruction; the same additions in
-global memory would be eight times slower. Slices add up in global memory, where
-neighbours go together.
+global memory would be eight times slower. Slices add up outside.
 """
 
 from __future__ import annotations
@@ -95,6 +94,12 @@ class Plan(NamedTuple):
     return -(-self.tokens // self.slices)
 
   @property
+  def narrow(self) -> bool:
+    """Counts of a slice fit 16 bits, and words hold two of the same slice."""
+    even = self.num_bins % 2 == 0 or self.group % 2 == self.experts % 2 == 0
+    return even and self.rows < 2**15
+
+  @property
   def item(self) -> int:
     return jnp.dtype(self.dtype).itemsize
 
@@ -105,6 +110,7 @@ class Place(NamedTuple):
   thread: Word
   first_expert: Word
   first_token: Word
+  slice: Word
   counts: Word
   edges: Word | None
   bias: Word | None
@@ -168,7 +174,10 @@ def count(logits, bound_t, statistics, bias_e, plan: Plan) -> jax.Array:
     scratch.append(plgpu.SMEM((plan.group,), jnp.float32))
   kernel = plgpu.kernel(
     lambda *refs: _body(plan, (*read, 'out'), *refs),
-    out_type=(),
+    out_type=jax.ShapeDtypeStruct(
+      (plan.slices, plan.experts, plan.num_bins),
+      jnp.int16 if plan.narrow else jnp.int32,
+    ),
     grid=(plan.groups * plan.slices,),
     grid_names=('block',),
     num_threads=plan.warpgroups,
@@ -181,10 +190,7 @@ def count(logits, bound_t, statistics, bias_e, plan: Plan) -> jax.Array:
     ),
     scratch_types=scratch,
   )
-  # Slices add to one array, which is exact in any order.
-  counts = jax.new_ref(jnp.zeros((plan.experts, plan.num_bins), jnp.int32))
-  kernel(*read.values(), counts)
-  return jax.freeze(counts)
+  return jnp.sum(kernel(*read.values()), axis=0, dtype=jnp.int32)
 
 
 def _body(plan: Plan, names, *refs):
@@ -201,6 +207,7 @@ def _body(plan: Plan, names, *refs):
       utils.thread_idx(),
       warp.times(lane_code.remainder(block, plan.groups), plan.group),
       warp.times(slice_, plan.rows),
+      slice_,
       *(shared + [None, None])[:3],
     )
     _emit(plan, pointers, place)
@@ -234,7 +241,7 @@ def _emit(plan: Plan, pointers, place: Place):
 
   lane_code.iterate(-(-plan.rows // step), load(warp.word(0)), several)
   lane_code.wait_for_block()
-  _add(plan, pointers['out'], place)
+  _write(plan, pointers['out'], place)
 
 
 def _column(plan: Plan, pointers, place: Place) -> Column:
@@ -417,20 +424,25 @@ def _search(plan: Plan, margin: Real, edges: Word) -> Word:
   return found
 
 
-def _add(plan: Plan, out, place: Place):
-  """Adds the group's counts to those of other slices."""
-  first = warp.times(place.first_expert, 4 * plan.num_bins)
-  base = warp.advance(out, first)
+def _write(plan: Plan, out, place: Place):
+  """Writes the group's counts of this slice, a word at a time."""
+  item, each = (2, 2) if plan.narrow else (4, 1)
+  slice_bytes = plan.experts * plan.num_bins * item
+  base = lane_code.row_address(out, place.slice, slice_bytes)
+  first = warp.times(place.first_expert, plan.num_bins * item)
+  base = warp.advance(base, first)
   left = lane_code.difference(warp.word(plan.experts), place.first_expert)
   most = warp.times(left, plan.num_bins)
 
   def one(n, inside):
+    n = warp.times(n, each)
     inside = warp.both(inside, warp.compare(n, 'slt', most))
-    source = warp.where(inside, n, warp.word(0))
-    address = warp.add(place.counts, warp.shift_left(source, 2))
-    (value,) = warp.load(address, 0, 1)
-    adds = warp.both(inside, warp.compare(value, 'ne', 0))
-    to = lane_code.row_address(base, source, 4)
-    lane_code.add_global(to, value, predicate=adds)
+    n = warp.where(inside, n, warp.word(0))
+    address = warp.add(place.counts, warp.shift_left(n, 2))
+    word, *other = warp.load(address, 0, each)
+    if other:
+      word = warp.union(word, warp.shift_left(other[0], 16))
+    to = lane_code.row_address(base, n, item)
+    warp.store_global(to, 0, [word], predicate=inside)
 
-  _each(plan, plan.group * plan.num_bins, place.thread, one)
+  _each(plan, plan.group * plan.num_bins // each, place.thread, one)

@@ -325,13 +325,6 @@ def add_shared(address: Word, amount: Word):
   utils.inline_ptx('red.shared.add.u32 [$0], $1;', address, amount)
 
 
-def add_global(address: ir.Value, amount: Word, predicate: ir.Value):
-  """Adds to a word of global memory where the predicate holds."""
-  utils.inline_ptx(
-    'red.global.add.u32 [$0], $1;', address, amount, predicate=predicate
-  )
-
-
 def load_bytes(address: ir.Value, count: int, of) -> list[Real]:
   """`count` consecutive float32 or bfloat16 numbers of global memory."""
   if of == 'float32':

@@ -121,6 +121,40 @@ def test_lowers_for_cuda(name):
   assert f'logistic {size}' not in text
 
 
+def test_lowers_in_rematerialised_layers_and_under_vmap():
+  """Nothing of the kernels stands in the way of either."""
+  given = jnp.zeros((128, 64)), jnp.zeros((3, 64, 64)), jnp.zeros((3, 64))
+  stats = statistics(100, 'uniform')
+
+  def route(logits, bias):
+    return api.route(
+      logits,
+      bias,
+      top_k=4,
+      statistics=stats,
+      implementation='mosaic_gpu',
+    )
+
+  def loss(weight, x, bias):
+    @jax.checkpoint
+    def layer(x, parameters):
+      routing = route(x @ parameters[0], parameters[1])
+      return x * jnp.sum(routing.weights**2, 1, keepdims=True), routing.counts
+
+    x, counts = jax.lax.scan(layer, x, (weight, bias))
+    return jnp.sum(x), counts
+
+  with mock.patch.object(mosaic_gpu, 'refusal', mosaic_gpu.unsupported):
+    run = jax.jit(jax.grad(loss, has_aux=True))
+    text = jax.export.export(run, platforms=['cuda'])(
+      given[1], given[0], given[2]
+    ).mlir_module()
+    # The counts of the second pass are dropped.
+    assert text.count('mosaic_gpu_v2') == 3
+    run = jax.jit(jax.vmap(route, in_axes=(None, 0)))
+    jax.export.export(run, platforms=['cuda'])(given[0], given[2])
+
+
 def sharded(case, mesh):
   """Routing and its gradient with tokens spread over a mesh, jitted."""
   rows, whole = jax.P('data'), jax.P()
