@@ -40,7 +40,8 @@ def run(
     passes: 'forward', 'gradient' (with the forward pass), 'rows' or 'weights'
       (one gradient alone), by commas.
     peer: 'ragged_dot' for `jax.lax.ragged_dot`, dense on GPUs, or another
-      implementation, or None; `peer_ratio` above 1 means it is slower.
+      implementation, or None; `peer_ratio` above 1 means it is slower, NaN
+      that it cannot run.
     repeats: timed calls, of which the median is reported.
 
   Raises:
@@ -63,7 +64,7 @@ def run(
         _seconds, arrays=arrays, kind=kind, floor=floor, repeats=repeats
       )
       seconds = timed(_named(implementation))
-      ratio = timed(_peer(peer)) / seconds if peer else float('nan')
+      ratio = _of_peer(timed, peer) / seconds
       values = seconds * 1e3, floor * 1e3, seconds / floor, ratio
       rows.append(dict(zip(COLUMNS, (spec.name, kind, *values))))
       cells = ' '.join(f'{value:12.3f}' for value in values)
@@ -105,8 +106,16 @@ def _named(implementation: str | None) -> Callable:
   return functools.partial(grouped_matmul, implementation=implementation)
 
 
-def _peer(name: str) -> Callable:
-  return jax.lax.ragged_dot if name == 'ragged_dot' else _named(name)
+def _of_peer(timed: Callable, name: str | None) -> float:
+  """Seconds of the peer; NaN without one and where it cannot run."""
+  if name is None:
+    return float('nan')
+  try:
+    peer = jax.lax.ragged_dot if name == 'ragged_dot' else _named(name)
+    return timed(peer)
+  except NotImplementedError as refusal:
+    print(f'no peer: {refusal}')
+    return float('nan')
 
 
 def _arrays(spec: ArgSpec):
