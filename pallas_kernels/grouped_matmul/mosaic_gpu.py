@@ -73,7 +73,7 @@ def _backward(saved, dout_gn):
   dlhs_gk = rows_kernel.multiply(dout_gn, rhs, group_sizes_e, plan)
   plan = weights_plan(rhs_ekn.shape)
   drhs_ekn = weights_kernel.multiply(
-    lhs_gk, dout_gn, group_sizes_e, plan, rhs_ekn.dtype
+    lhs_gk, dout_gn, group_sizes_e, plan, dtype=rhs_ekn.dtype
   )
   return dlhs_gk, drhs_ekn, None
 

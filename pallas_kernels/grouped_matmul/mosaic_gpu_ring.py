@@ -114,9 +114,9 @@ class Work(NamedTuple):
   write: Callable[..., None]
 
 
-def _produce(plan: Plan, work: Work, barriers, place, position):
+def _produce(parts, place, position):
   """Starts the copies of a tile."""
-  full, empty = barriers
+  plan, work, (full, empty) = parts
 
   def fetch(k, _):
     slot = lax.rem(position + k, plan.stages)
@@ -134,9 +134,9 @@ def _produce(plan: Plan, work: Work, barriers, place, position):
   lax.fori_loop(0, place.steps, fetch, ())
 
 
-def _sum(plan: Plan, work: Work, barriers, at, acc):
+def _sum(parts, place, position, acc):
   """One warpgroup's part of a tile, with one product always running."""
-  (full, empty), (place, position) = barriers, at
+  plan, work, (full, empty) = parts
   slot_of = lambda k: lax.rem(position + k, plan.stages)
 
   def step(k, _):
@@ -165,18 +165,18 @@ def run(plan: Plan, work: Work, barriers):
   block, stride = lax.axis_index('block'), PROCESSORS // plan.blocks
   mine = lax.div(work.tiles - block + stride - 1, stride)
   place = lambda i: work.place(block + jnp.minimum(i, mine - 1) * stride)
-  role = lax.axis_index('role')
+  role, parts = lax.axis_index('role'), (plan, work, barriers)
 
   def compute(i, carry):
     at, position = carry
     following = place(i + 1)  # early, to hide the latency of its loads
-    total = functools.partial(_sum, plan, work, barriers, (at, position))
+    total = functools.partial(_sum, parts, at, position)
     work.write(at, pl.run_scoped(total, plgpu.ACC(plan.share)))
     return following, position + at.steps
 
   def produce(i, position):
     at = place(i)
-    _produce(plan, work, barriers, at, position)
+    _produce(parts, at, position)
     return position + at.steps
 
   @pl.when((role < WORKERS) & (mine > 0))

@@ -153,7 +153,7 @@ def _body(plan: ring.Plan, *refs):
   ring.run(plan, _work(plan, bounds, outer, inner), barriers)
 
 
-def multiply(lhs_gk, dout_gn, group_sizes_e, plan: ring.Plan, dtype):
+def multiply(lhs_gk, dout_gn, group_sizes_e, plan: ring.Plan, *, dtype):
   """[E, K, N] in `dtype`; see the module.
 
   With plan.transposed tiles are those of [E, N, K], and only their writing

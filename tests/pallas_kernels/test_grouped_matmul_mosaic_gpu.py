@@ -198,11 +198,13 @@ def test_every_division_of_labour(by_rows, pairs):
   plan = mosaic_gpu_ring.Plan(128, 256, 4, by_rows=by_rows, pairs=pairs)
   turned = dataclasses.replace(plan, transposed=True)
   rows = jax.jit(mosaic_gpu_rows.multiply, static_argnums=3)
-  weights = jax.jit(mosaic_gpu_weights.multiply, static_argnums=(3, 4))
+  weights = jax.jit(
+    mosaic_gpu_weights.multiply, static_argnums=3, static_argnames='dtype'
+  )
   got = rows(lhs, rhs, sizes, plan), rows(cotangent, rhs, sizes, turned)
   assert_close(got[0], out, 'grouped_matmul', 'out', 'bfloat16')
   assert_close(got[1], dlhs, 'grouped_matmul', 'gradient', 'bfloat16')
-  got = weights(lhs, cotangent, sizes, plan, jnp.bfloat16)
+  got = weights(lhs, cotangent, sizes, plan, dtype=jnp.bfloat16)
   assert_close(got, drhs, 'grouped_matmul', 'gradient', 'bfloat16')
 
 

@@ -248,31 +248,30 @@ def _ragged(sizes_r, rows: int, room: int, axis: str):
   arrived = kept_rr[:, me]
   there = _Slices(start_r, kept_r, landing_rr[me], arrived)
   back = _Slices(landing_rr[:, me], arrived, start_rr[:, me], kept_r)
-  travel = lambda x, fill, ways, length: _travel(axis, (length, fill), x, *ways)
   return (
-    lambda x, fill: travel(x, fill, (there, back), ranks * room),
-    lambda y: travel(y, 0, (back, there), rows),
+    lambda x, fill: _travel(axis, (ranks * room, fill), x, (there, back)),
+    lambda y: _travel(axis, (rows, 0), y, (back, there)),
   )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _travel(axis, target, x, there, back):
-  """x by the slices `there`, into `target`: rows and what fills the others.
+def _travel(axis, target, x, ways):
+  """x by the slices `ways[0]`, into `target`: rows and what fills the others.
 
-  `back` is the inverse, so that the gradient travels by it.
+  `ways[1]` is the inverse, by which the gradient travels.
   """
   length, fill = target
   out = jnp.full((length, *x.shape[1:]), fill, x.dtype)
-  return jax.lax.ragged_all_to_all(x, out, *there, axis_name=axis)
+  return jax.lax.ragged_all_to_all(x, out, *ways[0], axis_name=axis)
 
 
-def _travel_forward(axis, target, x, there, back):
-  return _travel(axis, target, x, there, back), (there, back, x.shape[0])
+def _travel_forward(axis, target, x, ways):
+  return _travel(axis, target, x, ways), (ways, x.shape[0])
 
 
 def _travel_backward(axis, target, saved, dout):
-  there, back, length = saved
-  return _travel(axis, (length, 0), dout, back, there), None, None
+  ways, length = saved
+  return _travel(axis, (length, 0), dout, ways[::-1]), None
 
 
 _travel.defvjp(_travel_forward, _travel_backward)
