@@ -35,11 +35,12 @@ RULES: dict[str | None, tuple[str, ...]] = {
   'hidden': ('tensor',),
   'vocab': ('tensor',),
   'experts': ('expert',),
-  # parameters, fully sharded (ZeRO-3); context ranks are data-parallel here
-  'embed': ('data', 'context'),
-  'latent': ('data', 'context'),
-  'rank': ('data', 'context'),
-  # stacked layers
+  # parameters, fully sharded (ZeRO-3); context ranks are data-parallel here,
+  # and stages of a pipeline exchange for a step what they hold between steps
+  'embed': ('data', 'context', 'pipe'),
+  'latent': ('data', 'context', 'pipe'),
+  'rank': ('data', 'context', 'pipe'),
+  # stacked layers; parallel/pipeline_layout.py gives each stage its own
   'layers': (),
 }
 FULLY_SHARDED = ('embed', 'latent', 'rank')

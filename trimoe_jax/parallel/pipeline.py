@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from flax import struct
 
 from trimoe_jax import sharding
@@ -46,7 +47,7 @@ from trimoe_jax.parallel import (
   pipeline_schedule,
 )
 from trimoe_jax.parallel.pipeline_chunk import Layers
-from trimoe_jax.parallel.pipeline_layout import AXIS, NONE, Plan
+from trimoe_jax.parallel.pipeline_layout import AXIS, Plan
 from trimoe_jax.parallel.pipeline_schedule import IDLE, Schedule
 
 OUTER = ('embedding', 'output_mix', 'final_norm', 'head')
@@ -96,6 +97,12 @@ def accumulate(
   plan = pipeline_layout.plan(config.model, stages, chunks)
   schedule = pipeline_schedule.interleaved(
     stages, chunks, batch['tokens'].shape[0]
+  )
+  logging.info(
+    'pipeline: %d ticks, bubble %.1f%%, efficiency in layers %.1f%%',
+    schedule.ticks,
+    100 * schedule.bubble(),
+    100 * pipeline_layout.efficiency(plan, schedule),
   )
   program = _Program(plan, schedule, config)
   layers = Layers(
@@ -151,11 +158,10 @@ def _common_table(plan: Plan, schedule: Schedule) -> dict[str, Any]:
     'reads_out': (schedule.backward[..., 0] == last).any(1),
   }
   for kind in ('forward', 'backward'):
-    chunk = getattr(schedule, kind)[..., 0]
-    live = chunk != IDLE
-    used = (plan.layer_at[chunk] != NONE) & live[..., None]
-    table[kind] = live.any(1)
-    table[f'{kind}_places'] = plan.spread(used.any(1))
+    operations = getattr(schedule, kind)
+    table[kind] = (operations[..., 0] != IDLE).any(1)
+    used = pipeline_layout.used_places(plan, operations)
+    table[f'{kind}_places'] = plan.spread(used)
   return table
 
 

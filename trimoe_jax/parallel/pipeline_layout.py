@@ -34,6 +34,7 @@ import numpy as np
 
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.model import layout
+from trimoe_jax.parallel.pipeline_schedule import IDLE, Schedule
 
 AXIS = 'pipe'
 NONE = -1  # a place without a layer
@@ -113,6 +114,29 @@ def plan(config: ModelConfig, stages: int, chunks: int) -> Plan:
     first=np.minimum(first, last).astype(np.int32),
     last=last.astype(np.int32),
   )
+
+
+def used_places(plan: Plan, operations: np.ndarray) -> np.ndarray:
+  """The places that some stage needs, bool [ticks, places].
+
+  Args:
+    plan: of the pipeline.
+    operations: [ticks, P, 2], the forward or backward half of a schedule.
+  """
+  chunk = operations[..., 0]
+  is_used = (plan.layer_at[chunk] != NONE) & (chunk != IDLE)[..., None]
+  return is_used.any(1)
+
+
+def efficiency(plan: Plan, schedule: Schedule) -> float:
+  """Layers that a stage has to run, over those it waits for.
+
+  Lost are the bubble, and ticks in which stages use different places: count
+  all places as equal.
+  """
+  waited = used_places(plan, schedule.forward).sum()
+  needed = plan.config.layers * schedule.micro_batches / plan.stages
+  return float(needed / waited)
 
 
 def _kinds(config: ModelConfig) -> tuple[layout.Layer, ...]:
