@@ -329,6 +329,12 @@ def _check_pipeline(config: TrainConfig):
   stages, layers = config.mesh.pipe, config.model.layers
   if stages == 1:
     return
+  if config.model.router.estimator == 'exact':
+    raise ValueError(
+      "router.estimator='exact' keeps the margins of every token, and stages "
+      "only add statistics up; use the 'uniform' or 'log_edges' estimator, or "
+      'mesh.pipe=1.'
+    )
   chunks = stages * config.pipeline.chunks
   if chunks > layers:
     raise ValueError(
@@ -342,12 +348,6 @@ def _check_pipeline(config: TrainConfig):
         f'stages[{i}].micro_batches={stage.micro_batches} cannot fill '
         f'mesh.pipe={stages} stages; choose a multiple of {stages}.'
       )
-  if config.model.router.estimator == 'exact':
-    raise ValueError(
-      "router.estimator='exact' keeps the margins of every token, and stages "
-      "only add statistics up; use the 'uniform' or 'log_edges' estimator, or "
-      'mesh.pipe=1.'
-    )
 
 
 def from_dict(cls: type, values: Mapping[str, Any], path: str = '') -> Any:
