@@ -29,6 +29,7 @@ from pallas_kernels.kda.mosaic_gpu_warp import Real, Word
 from pallas_kernels.quantile_router import mosaic_gpu_warp as lane_code
 
 LANES = 32
+WARPS = 4  # of a thread block
 _LIST = 4 * LANES  # bytes of a list of candidates
 _NONE = 1 << 20  # no expert
 _CHAINS = 4
@@ -39,7 +40,7 @@ _SLACK, _RELATIVE_SLACK = 4e-6, 2.0**-20
 
 
 class Plan(NamedTuple):
-  """Static choices; `rows` is how many tokens a warp takes in turn."""
+  """Static choices."""
 
   tokens: int
   experts: int
@@ -47,12 +48,6 @@ class Plan(NamedTuple):
   cutoff: str
   space: str
   dtype: str
-  rows: int = 1
-  warpgroups: int = 1
-
-  @property
-  def warps(self) -> int:
-    return 4 * self.warpgroups
 
   @property
   def width(self) -> int:
@@ -119,21 +114,18 @@ def select(logits, bias_e, mask_t, plan: Plan):
     for name, (shape, dtype) in outputs(plan).items()
   }
   names = ('logits', 'bias', 'mask', *written)
-  blocks = -(-plan.tokens // (plan.warps * plan.rows))
   kernel = plgpu.kernel(
     lambda *refs: _body(plan, names, *refs),
     out_type=tuple(written.values()),
-    grid=(blocks,),
+    grid=(-(-plan.tokens // WARPS),),
     grid_names=('block',),
-    num_threads=plan.warpgroups,
-    thread_name='warpgroup',
     kernel_name='quantile_router_select',
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Lane,
       reduction_scratch_bytes=0,
       unsafe_no_auto_barriers=True,
     ),
-    scratch_types=[plgpu.SMEM((plan.warps, LANES, 2), jnp.float32)],
+    scratch_types=[plgpu.SMEM((WARPS, LANES, 2), jnp.float32)],
   )
   return dict(zip(written, kernel(logits, bias_e, mask_t)))
 
@@ -146,20 +138,13 @@ def _body(plan: Plan, names, *refs):
     del ctx
     *arrays, lists = refs
     pointers = {n: warp.global_address(r) for n, r in zip(names, arrays)}
-    thread = warp.bit_and(utils.thread_idx(), 127)
-    index, lane = utils.warp_idx(), warp.bit_and(thread, 31)
+    index, lane = utils.warp_idx(), warp.bit_and(utils.thread_idx(), LANES - 1)
     shared = warp.shared_address(lists)
     own = warp.add(shared, warp.times(index, 2 * _LIST))
-    first = warp.times(lane_code.block(), plan.warps * plan.rows)
-    first = warp.add(first, index)
-
-    def one(i):
-      token = warp.add(first, warp.times(i, plan.warps))
-      inside = warp.compare(token, 'slt', plan.tokens)
-      row = Row(token, _own_lane(plan, lane), own)
-      warp.only_if(inside, lambda: _row(plan, pointers, row))
-
-    warp.repeat(plan.rows, one)
+    token = warp.add(warp.times(lane_code.block(), WARPS), index)
+    inside = warp.compare(token, 'slt', plan.tokens)
+    row = Row(token, lane, own)
+    warp.only_if(inside, lambda: _row(plan, pointers, row))
 
   emit(*refs)
 
@@ -451,10 +436,3 @@ def _write(plan: Plan, pointers, row: Row, results):
   for name, x in (('cutoff', level), ('bound', bound), ('finite', flag)):
     address = _word_at(pointers[name], row.token)
     warp.store_global(address, 0, [x], predicate=last)
-
-
-def _own_lane(plan: Plan, lane: Word) -> Word:
-  """The lane, from which nothing is kept in registers between tokens."""
-  if plan.rows == 1:
-    return lane
-  return warp.bit_and(lane_code.opaque(lane), LANES - 1)

@@ -218,12 +218,6 @@ def as_real(x: Word) -> Real:
   return Real(arith.bitcast(_f32(), x))
 
 
-def opaque(x: Word) -> Word:
-  """x, from which nothing can be computed ahead of a loop."""
-  ptx = 'mov.b32 $0, $1;'
-  return utils.inline_ptx(ptx, x, result_types=_i32(), has_side_effects=True)
-
-
 def difference(a: Word, b: Word) -> Word:
   return arith.subi(a, b)
 
@@ -330,7 +324,7 @@ def load_bytes(address: ir.Value, count: int, of) -> list[Real]:
   if of == 'float32':
     return warp.load_global(address, 0, count)
   if count == 2:
-    (pair,) = warp._load_global(address, 'b32', 1, _i32())
+    (pair,) = warp.load_global_words(address, 0, 1)
     return list(warp.unpack(pair))
   return warp.load_global_bfloat16(address, count)
 
