@@ -108,12 +108,14 @@ def axis_size(axis: str) -> int:
   return jax.sharding.get_abstract_mesh().shape[axis] if mesh_is_set() else 1
 
 
+def axis_ways(name: str) -> int:
+  """How many ways a logical axis is split on the mesh in context."""
+  return math.prod(axis_size(axis) for axis in RULES[name])
+
+
 def token_shards() -> int:
   """How many pieces the tokens of a batch are split into."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return (
-    math.prod(mesh.shape[a] for a in RULES['shards']) if mesh_is_set() else 1
-  )
+  return axis_ways('shards')
 
 
 def spec(names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:

@@ -122,10 +122,12 @@ def test_a_prompt_read_in_pieces_gives_the_same_logits_and_cache():
   )
 
 
-def test_a_mesh_draws_the_same_tokens():
+@pytest.mark.parametrize('rows', [None, 1], ids=['divisible', 'one'])
+def test_a_mesh_draws_the_same_tokens(rows):
   params, state = weights()
   settings = {'temperature': 0.9, 'key': jax.random.key(3)}
-  want = generate(prompts(), **settings)
+  tokens = prompts()[:rows]
+  want = generate(tokens, **settings)
   mesh = sharding.make_mesh({'data': 2, 'tensor': 2}, jax.devices()[:4])
   where = map_table(
     lambda p: sharding.named(p.axes, p.shape, mesh), model_parameters(CONFIG)
@@ -135,7 +137,7 @@ def test_a_mesh_draws_the_same_tokens():
       MODEL,
       jax.device_put(params, where),
       state,
-      prompts(),
+      tokens,
       max_tokens=TOKENS,
       **settings,
     )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trimoe_jax import sharding
 from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState
 from trimoe_jax.sampling.decode import decode
@@ -93,10 +94,12 @@ def generate(
   if valid is None:
     valid = jnp.ones(tokens_bt.shape, bool)
   tokens_bt, valid_bt = _left_padded(tokens_bt, jnp.asarray(valid, bool))
+  batch = tokens_bt.shape[0]
+  tokens_bt, valid_bt = (_whole_shards(x) for x in (tokens_bt, valid_bt))
   stop = [] if stop is None else np.atleast_1d(stop)
   stop_s = np.full(max(1, -(-len(stop) // _STOPS)) * _STOPS, -1, np.int32)
   stop_s[: len(stop)] = stop
-  return _generate(
+  tokens_bt = _generate(
     model,
     (params, router),
     (tokens_bt, valid_bt),
@@ -104,6 +107,15 @@ def generate(
     max_tokens=max_tokens,
     stop_s=stop_s,
   )
+  return tokens_bt if len(tokens_bt) == batch else tokens_bt[:batch]
+
+
+def _whole_shards(x_bt):
+  """The first row again until the mesh's batch axes divide the batch."""
+  missing = -len(x_bt) % sharding.axis_ways('batch')
+  if not missing:
+    return x_bt
+  return jnp.concatenate([x_bt, jnp.repeat(x_bt[:1], missing, axis=0)])
 
 
 def _check(tokens_bt, valid, max_tokens, temperature, top_p):
