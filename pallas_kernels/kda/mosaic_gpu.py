@@ -261,7 +261,9 @@ def _raw_gradients(raw, d_values, chunks: dict, settings) -> kda_inputs.Raw:
   if settings.activate_beta:
     logit = raw.beta.astype(jnp.float32)
     # s (1 - s) would round 1 - s to a few digits once s is nearly 1.
-    d_beta *= jax.nn.sigmoid(logit) * jax.nn.sigmoid(-logit)
+    slope = jax.nn.sigmoid(logit) * jax.nn.sigmoid(-logit)
+    # What stands on padding, where d_beta is 0, may not even be a number.
+    d_beta *= jnp.where(d_beta == 0, 0.0, slope)
   d_a_log = d_dt_bias = None
   if raw.a_log is not None:
     d_a_log = chunks['a_log'].astype(raw.a_log.dtype)
