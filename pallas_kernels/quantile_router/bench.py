@@ -18,7 +18,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.quantile_router.api import route
 from pallas_kernels.quantile_router.arg_specs import ArgSpec, tagged
 from pallas_kernels.quantile_router.statistics import quantile_of_margins
-from pallas_kernels.timing import copy_bandwidth, median_seconds
+from pallas_kernels.timing import median_seconds
 
 COLUMNS = (
   'spec',
@@ -32,7 +32,7 @@ COLUMNS = (
 )
 # Calls between two waits, so that what is timed is the device and not the call.
 _CALLS = {'cpu': 1}
-_MOST_CALLS = 10
+_MOST_CALLS = 20
 
 
 def run(
@@ -51,7 +51,9 @@ def run(
     bandwidth: bytes a second for the floor; None measures it.
   """
   if bandwidth is None:
-    bandwidth = copy_bandwidth(repeats)
+    x = jnp.ones(2**26, jnp.float32)
+    seconds = _seconds(jax.jit(jnp.negative), x, repeats=repeats)
+    bandwidth = 2 * x.nbytes / seconds
   if specs is None:
     specs = tagged('bench')
     if dispatch.device_kind() != 'cpu':
@@ -79,7 +81,12 @@ def traffic(spec: ArgSpec) -> int:
 
 def _seconds(function, *arguments, repeats: int) -> float:
   calls = _CALLS.get(dispatch.device_kind(), _MOST_CALLS)
-  several = lambda *args: [function(*args) for _ in range(calls)]
+
+  def several(*args):
+    for _ in range(calls):
+      result = function(*args)
+    return result
+
   return median_seconds(several, *arguments, repeats=repeats) / calls
 
 

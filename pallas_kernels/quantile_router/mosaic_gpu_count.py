@@ -38,7 +38,7 @@ class Plan(NamedTuple):
   space: str
   dtype: str
   warpgroups: int = 8
-  unroll: int = 2
+  unroll: int = 1
 
   @property
   def width(self) -> int:

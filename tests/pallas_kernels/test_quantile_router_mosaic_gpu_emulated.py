@@ -371,8 +371,9 @@ COUNTS = {
 }
 
 
+@pytest.mark.parametrize('unroll', [1, 2])
 @pytest.mark.parametrize('case', COUNTS.values(), ids=COUNTS)
-def test_counts(case, patched):
+def test_counts(case, unroll, patched):
   tokens, experts, bins, estimator = case
   rng = np.random.default_rng(0)
   logits = rng.normal(size=(tokens, experts)).astype(np.float32)
@@ -389,7 +390,14 @@ def test_counts(case, patched):
   )
   bound = np.where(valid, level, np.float32(np.nan))
   plan = counting.Plan(
-    tokens, experts, bins, estimator, 'logit', 'float32', warpgroups=1
+    tokens,
+    experts,
+    bins,
+    estimator,
+    'logit',
+    'float32',
+    warpgroups=1,
+    unroll=unroll,
   )
   arrays = dict(logits=logits, bound=bound, bias=bias)
   arrays['parameters'] = np.asarray(counting.parameters(stats, bias))
