@@ -19,6 +19,7 @@ from pallas_kernels.grouped_matmul import mosaic_gpu_rows as rows_kernel
 from pallas_kernels.grouped_matmul import mosaic_gpu_weights as weights_kernel
 
 _HOPPER = ('H100', 'H200', 'H800', 'H20')
+_RING_BYTES = 200 * 1024  # of 227 KiB of shared memory
 _FEW_ROWS = 64  # mean of a group up to which reading matrices is all the work
 
 
@@ -85,12 +86,12 @@ def rows_plan(rows: int, shape, *, transposed: bool) -> ring.Plan:
   """Tiles for G rows and matrices of `shape` [E, K, N]."""
   groups, k, n = shape
   few = rows <= _FEW_ROWS * groups
-  width = k if transposed else n
+  width, height = k if transposed else n, 64 if few else 128
   columns = _columns(width, (256, 128) if few else (256, 192, 128))
   return ring.Plan(
-    rows=64 if few else 128,
+    rows=height,
     columns=columns,
-    stages=5 if few else 4,
+    stages=_RING_BYTES // (2 * ring.DEPTH * (height + columns)),
     by_rows=not few,
     pairs=not few and _in_pairs(width, columns),
     transposed=transposed,
