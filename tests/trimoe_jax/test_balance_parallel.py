@@ -141,9 +141,8 @@ def assert_close(got, want):
 
 
 @needs_devices
-@pytest.mark.parametrize('dispatch', STRATEGIES[1:])
-def test_eight_expert_ranks(dispatch):
-  check(two_steps((('expert', 8),), dispatch), two_steps())
+def test_eight_expert_ranks():
+  check(two_steps((('expert', 8),), 'ring'), two_steps())
 
 
 @needs_devices
@@ -169,7 +168,7 @@ def test_meshes_with_other_axes(sizes):
 
 
 def test_micro_batches():
-  check(two_steps(micro_batches=4), two_steps())
+  check(two_steps(micro_batches=2), two_steps())
 
 
 @needs_devices
