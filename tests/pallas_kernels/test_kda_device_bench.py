@@ -34,7 +34,8 @@ def test_rows(monkeypatch, capsys):
   monkeypatch.setattr(
     peers, 'PEERS', {'jla': ('jax-linear-attention', 'no_such_module')}
   )
-  rows = bench.run(shapes='1x64x1,40+24x1', peers='jla', passes='forward')
+  options = dict(passes='forward', implementation='reference')
+  rows = bench.run(shapes='1x64x1,40+24x1', peers='jla', **options)
   assert [row['shape'] for row in rows] == ['1x64x1', '40+24x1']
   floor = bench.traffic(device_bench.parse('1x64x1').spec, 'forward') / 1e10
   assert rows[0]['floor_ms'] == pytest.approx(floor * 1e3)
