@@ -199,6 +199,7 @@ def test_kernels(shape, packed):
   assert testing.relative_rms(d_taps.reshape(taps.shape), want_taps) < 1e-5
 
 
+@pytest.mark.slow
 def test_benchmark_prints_two_rows(capsys):
   rows = conv_bench.run(shapes='1x64x2x8', repeats=1)
   assert [row['pass'] for row in rows] == ['forward', 'gradient']
