@@ -331,7 +331,7 @@ def _column_gradients(t: tiles_lib.Tiles, columns, plan: Plan):
 
 
 def _sum_matrices(masks: Masks, plan: Plan):
-  """Ones where s >= c in one document [C, 128], and where s < c [C, C]."""
+  """Ones where s >= c in one document, and where s < c, both [C, 128]."""
   c = plan.chunk
   shape = (c, LANES)
   row = lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -340,18 +340,20 @@ def _sum_matrices(masks: Masks, plan: Plan):
   after = column >= row
   if masks.same_cs is not None:
     after &= masks.same_cs != 0
-  return ones(after), ones(column < row)[:, :c]
+  return ones(after), ones(column < row)
 
 
 def _gate_sums(d_sum_ck, written_ck, sums, plan: Plan) -> jax.Array:
   """Sums of dG from each row on, and of what is written before each row."""
-  after_cs, before_cs = sums
-  parts = tiles_lib.split(d_sum_ck)
-  if plan.pack == 2:
-    total = dot(after_cs, jnp.concatenate(parts, 0))
-  else:
-    total = dot(after_cs, parts[0]) + dot(after_cs, parts[1])
-  return total + dot(before_cs, bfloat16(written_ck))
+  total = None
+  for ones_cs, x_ck in zip(sums, (d_sum_ck, written_ck)):
+    parts = tiles_lib.split(x_ck)
+    if plan.pack == 2:
+      parts = (jnp.concatenate(parts, 0),)
+    for part in parts:
+      product = dot(ones_cs, part)
+      total = product if total is None else total + product
+  return total
 
 
 def _norm_gradient(d_y_ck, y_ck, norm_c1, scale: float) -> jax.Array:
