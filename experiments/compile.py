@@ -39,6 +39,12 @@ OVERRIDES = {
   ),
 }
 OUT = flags.DEFINE_string('out', 'reports', 'Folder of the report.')
+OPTIMIZATION = flags.DEFINE_enum(
+  'optimization',
+  None,
+  ['O0', 'O1', 'O2', 'O3'],
+  "XLA's effort; O0 compiles in less than half of the time.",
+)
 KEEP = flags.DEFINE_boolean('keep_hlo', False, 'Save the compiled program too.')
 
 
@@ -71,6 +77,7 @@ def main(argv):
     config.name,
     config,
     where,
+    optimization=OPTIMIZATION.value,
     keep=folder / f'{stem}.hlo.txt' if KEEP.value else None,
   )
   page = compile_report.markdown(report, where.chip.flops)
