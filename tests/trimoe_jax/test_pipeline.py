@@ -26,7 +26,8 @@ SIMPLE = dict(
   layers=6, mla_layers=(1, 2, 3, 4, 5, 6), dense_layers=0, residual_block=3
 )
 # The first chunk has the dense layer, and no two chunks have the same kinds.
-MIXED = dict(layers=7, mla_layers=(3, 6, 7), residual_block=2)
+# Not deeper: with two more layers rounding grows to 4e-11 by 'data' alone.
+MIXED = dict(layers=5, mla_layers=(3, 5), residual_block=2)
 
 
 @pytest.fixture(autouse=True)
@@ -96,13 +97,13 @@ def assert_close(got, want, tolerance):
     np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
 
 
-def assert_same_step(config):
+def assert_same_step(config, tolerance=1e-11):
   got, want, text, (params, _) = run_both(config)
   grads, sums, stats = got
   assert jax.tree.structure(grads) == jax.tree.structure(params)
   for grad, param in zip(jax.tree.leaves(grads), jax.tree.leaves(params)):
     assert grad.sharding.is_equivalent_to(param.sharding, param.ndim)
-  assert_close(grads, want[0], 1e-11)
+  assert_close(grads, want[0], tolerance)
   assert_close(sums, want[1], 1e-12)
   summed = lambda x: np.asarray(x).sum(1)  # over token shards
   for one, other in zip(jax.tree.leaves(stats), jax.tree.leaves(want[2])):
@@ -156,8 +157,13 @@ def test_meshes(mesh, chunks, micro_batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('remat', ['block', 'full'])
-def test_auxiliary_loss_and_rematerialization(remat):
-  model = small_config(**SIMPLE)
-  router = dataclasses.replace(model.router, balance='aux_loss')
-  config = make({'pipe': 2}, **SIMPLE, router=router, remat=remat)
-  assert_same_step(config)
+def test_rematerialization(remat):
+  assert_same_step(make({'pipe': 2}, **SIMPLE, remat=remat))
+
+
+@pytest.mark.slow
+def test_auxiliary_loss():
+  router = small_config(**SIMPLE).router
+  router = dataclasses.replace(router, balance='aux_loss', aux_weight=1.0)
+  # The scores that it sums are float32.
+  assert_same_step(make({'pipe': 2}, **SIMPLE, router=router), 1e-6)

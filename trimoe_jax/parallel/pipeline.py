@@ -92,18 +92,7 @@ def accumulate(
     state: the router's.
     config: of the run; a stage has `pipeline.chunks` chunks.
   """
-  stages = sharding.axis_size(AXIS)
-  chunks = config.pipeline.chunks
-  plan = pipeline_layout.plan(config.model, stages, chunks)
-  schedule = pipeline_schedule.interleaved(
-    stages, chunks, batch['tokens'].shape[0]
-  )
-  logging.info(
-    'pipeline: %d ticks, bubble %.1f%%, efficiency in layers %.1f%%',
-    schedule.ticks,
-    100 * schedule.bubble(),
-    100 * pipeline_layout.efficiency(plan, schedule),
-  )
+  plan, schedule = _planned(config, batch['tokens'].shape[0])
   program = _Program(plan, schedule, config)
   layers = Layers(
     params=pipeline_layout.to_stages(plan, params),
@@ -127,6 +116,23 @@ def accumulate(
   grads = pipeline_layout.from_stages(plan, d_layers, params)
   grads |= jax.tree.map(place, d_outer, outer)
   return grads, sums, pipeline_layout.stats_from_stages(plan, stats)
+
+
+def _planned(config: TrainConfig, micro_batches: int) -> tuple[Plan, Schedule]:
+  """Who has which layers and when; says once how much of a step is lost."""
+  stages, chunks = sharding.axis_size(AXIS), config.pipeline.chunks
+  plan = pipeline_layout.plan(config.model, stages, chunks)
+  schedule = pipeline_schedule.interleaved(stages, chunks, micro_batches)
+  logging.info(
+    'pipeline: %d stages of %d chunks, %d ticks; the bubble is %.1f%%, and '
+    'stages run layers in %.1f%% of the places they wait for.',
+    stages,
+    chunks,
+    schedule.ticks,
+    100 * schedule.bubble(),
+    100 * pipeline_layout.efficiency(plan, schedule),
+  )
+  return plan, schedule
 
 
 def _off_pipe(x: jax.Array) -> jax.Array:
