@@ -52,6 +52,7 @@ from trimoe_jax.parallel.pipeline_schedule import IDLE, Schedule
 
 OUTER = ('embedding', 'output_mix', 'final_norm', 'head')
 Batch = dict[str, jax.Array]
+_LOW = 0.6  # share of what the bubble leaves, below which a run is warned
 
 
 class _Held(struct.PyTreeNode):
@@ -123,15 +124,20 @@ def _planned(config: TrainConfig, micro_batches: int) -> tuple[Plan, Schedule]:
   stages, chunks = sharding.axis_size(AXIS), config.pipeline.chunks
   plan = pipeline_layout.plan(config.model, stages, chunks)
   schedule = pipeline_schedule.interleaved(stages, chunks, micro_batches)
+  bubble = schedule.bubble()
+  useful = pipeline_layout.efficiency(plan, schedule)
   logging.info(
-    'pipeline: %d stages of %d chunks, %d ticks; the bubble is %.1f%%, and '
-    'stages run layers in %.1f%% of the places they wait for.',
-    stages,
-    chunks,
-    schedule.ticks,
-    100 * schedule.bubble(),
-    100 * pipeline_layout.efficiency(plan, schedule),
+    'pipeline: %d ticks, bubble %.0f%%; in %.0f%% of the places that a stage '
+    'waits for it has a layer.',
+    *(schedule.ticks, 100 * bubble, 100 * useful),
   )
+  if useful < _LOW * (1 - bubble):
+    logging.warning(
+      'pipeline.chunks=%d cuts the layers against their pattern: %.0f%% of the '
+      'places that stages wait for have a layer, at most %.0f%% could; choose '
+      'another number of chunks.',
+      *(chunks, 100 * useful, 100 * (1 - bubble)),
+    )
   return plan, schedule
 
 
