@@ -16,6 +16,7 @@ comes later reaches the start of the range. Pieces then count from the last one.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -28,14 +29,13 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from pallas_kernels.kda import mosaic_gpu_chain as chain
 from pallas_kernels.kda import mosaic_gpu_scan as scan_kernel
 from pallas_kernels.kda import mosaic_gpu_warp as warp
+from pallas_kernels.kda.mosaic_gpu_chain import PER_COLUMN, ROWS, STAGES, TILE
 from pallas_kernels.kda.mosaic_gpu_place import CHUNK, WIDTH
 
-_ROWS, _GROUPS, _STAGES = 64, WIDTH // 64, 2
-_TILE = plgpu.Layout.WGMMA
-_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_GROUPS = WIDTH // ROWS
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 # A map all of whose entries are smaller is zero: states enter with 2^-24.
 VANISHED = 2.0**-40
@@ -45,10 +45,10 @@ _BARRIER = 8  # a hardware barrier that nothing else here uses
 def _identity(rows) -> jax.Array:
   """Rows of the identity, from 64 * `rows` on."""
   index = [
-    plgpu.broadcasted_iota(jnp.int32, (_ROWS, WIDTH), i, layout=_TILE)
+    plgpu.broadcasted_iota(jnp.int32, (ROWS, WIDTH), i, layout=TILE)
     for i in range(2)
   ]
-  return jnp.where(index[0] + rows * _ROWS == index[1], 1.0, 0.0)
+  return jnp.where(index[0] + rows * ROWS == index[1], 1.0, 0.0)
 
 
 def _largest_bits(array: mgpu.FragmentedArray) -> ir.Value:
@@ -66,7 +66,7 @@ def _all_small(x: jax.Array, shared) -> jax.Array:
   """1 if the rows of both warpgroups have vanished, else 0; also stored."""
   scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
-  @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType()), return_type=scalar)
+  @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()), return_type=scalar)
   def decide(ctx, x, shared):
     del ctx
     limit = jnp.float32(VANISHED).view(jnp.int32).item()
@@ -109,17 +109,17 @@ def _multiply(place, refs, reverse: bool):
 
   def step(carry):
     i, _, x_lk = carry
-    slot = lax.rem(i, _STAGES)
+    slot = lax.rem(i, STAGES)
     plgpu.barrier_wait(full.at[slot])
     left = x_lk.astype(jnp.bfloat16)
-    decay = scan_kernel.load(stage['gamma'].at[slot], _PER_COLUMN)
+    decay = chain.load(stage['gamma'].at[slot], PER_COLUMN)
     kept_lk = x_lk * lax.broadcast_in_dim(decay, x_lk.shape, [1])
-    zero = scan_kernel.zeros((_ROWS, CHUNK))
+    zero = chain.zeros((ROWS, CHUNK))
     names = reversed(_OPERANDS) if reverse else _OPERANDS
     second, first = (stage[name].at[slot] for name in names)
-    (e_lc,) = scan_kernel.accumulate((zero, left, first.T))
+    (e_lc,) = chain.accumulate((zero, [(left, first.T)]))
     left = e_lc.astype(jnp.bfloat16)
-    (x_lk,) = scan_kernel.accumulate((kept_lk, left, second))
+    (x_lk,) = chain.accumulate((kept_lk, [(left, second)]))
     small = _all_small(x_lk, stage['small'])
     plgpu.barrier_arrive(empty.at[slot])
     return i + 1, small, x_lk
@@ -130,10 +130,10 @@ def _multiply(place, refs, reverse: bool):
 
   @pl.when(taken < chunks)
   def _():  # its copies must not arrive in shared memory of another block
-    plgpu.barrier_wait(full.at[lax.rem(taken, _STAGES)])
+    plgpu.barrier_wait(full.at[lax.rem(taken, STAGES)])
 
   x_lk = jnp.where(small != 0, 0.0, x_lk)
-  own = pl.ds(rows * _ROWS, _ROWS)
+  own = pl.ds(rows * ROWS, ROWS)
   outer['map'].at[b, head, piece, own][...] = x_lk
 
   @pl.when(rows == 0)
@@ -148,58 +148,45 @@ def _produce(place, refs, reverse: bool):
   b, head, _, first, chunks = place
 
   def fetch(i):
-    slot = lax.rem(i, _STAGES)
+    slot = lax.rem(i, STAGES)
     n = first + (i if reverse else chunks - 1 - i)
     tokens = pl.ds(n * CHUNK, CHUNK)
     copies = [(outer[x].at[b, head, tokens], x) for x in _OPERANDS]
     for source, name in [*copies, (outer['gamma'].at[b, head, n], 'gamma')]:
       plgpu.copy_gmem_to_smem(source, stage[name].at[slot], full.at[slot])
 
-  pl.loop(0, jnp.minimum(chunks, _STAGES))(fetch)
+  pl.loop(0, jnp.minimum(chunks, STAGES))(fetch)
 
   def step(carry):
     i, _ = carry
-    plgpu.barrier_wait(empty.at[lax.rem(i, _STAGES)])
+    plgpu.barrier_wait(empty.at[lax.rem(i, STAGES)])
     small = _stored(stage['small'])
     pl.when(small == 0)(lambda: fetch(i))
     return i + 1, small
 
   going = lambda carry: (carry[0] < chunks) & (carry[1] == 0)
-  lax.while_loop(going, step, (jnp.int32(_STAGES), jnp.int32(0)))
+  lax.while_loop(going, step, (jnp.int32(STAGES), jnp.int32(0)))
 
 
 _OPERANDS = ('minus_key', 'update')
-_STAGED = (*_OPERANDS, 'gamma', 'small')
 
 
-def _maps_body(sizes, names, reverse, *refs):
+def _maps_body(sizes, reverse: bool, outer, stage, barriers, done):
   """One thread block: one piece of one chain."""
   heads, chunks, pieces = sizes
-  outer = dict(zip(names, refs))
-  *shared, full, empty, done = refs[len(names) :]
-  stage = dict(zip(_STAGED, shared))
   index = lax.axis_index('block')
   head, rest = lax.rem(index, heads), lax.div(index, heads)
   piece, b = lax.rem(rest, pieces - 1), lax.div(rest, pieces - 1)
   longest = pl.cdiv(chunks, pieces)
   first = (pieces - 1 - piece if reverse else piece) * longest
   count = jnp.minimum(longest, chunks - first)
-  place = b, head, piece, first, count
-  role = lax.axis_index('role')
-  refs = outer, stage, (full, empty)
-
-  @pl.when(role < _GROUPS)
-  def _():
-    plgpu.set_max_registers(224, action='increase')
-    _multiply(place, refs, reverse)
-
-  @pl.when(role == _GROUPS)
-  def _():
-    plgpu.set_max_registers(40, action='decrease')
-    _produce(place, refs, reverse)
-
-  plgpu.barrier_arrive(done)
-  plgpu.barrier_wait(done)
+  place, refs = (b, head, piece, first, count), (outer, stage, barriers)
+  chain.run_roles(
+    _GROUPS,
+    lambda: _multiply(place, refs, reverse),
+    lambda: _produce(place, refs, reverse),
+    done,
+  )
 
 
 def maps(
@@ -225,38 +212,24 @@ def maps(
     'first': jax.ShapeDtypeStruct((*lead, WIDTH), jnp.int32),
   }
   read = {name: arrays[name] for name in (*_OPERANDS, 'gamma')}
-  names, sizes = (*read, *written), (heads, padded // CHUNK, pieces)
-  tile = plgpu.SMEM(
-    (_STAGES, CHUNK, WIDTH), jnp.bfloat16, transforms=_TRANSFORMS
+  sizes = heads, padded // CHUNK, pieces
+  shared = {name: chain.tile(STAGES, CHUNK, WIDTH) for name in _OPERANDS}
+  shared['gamma'] = plgpu.SMEM((STAGES, WIDTH), jnp.float32)
+  shared['small'] = plgpu.SMEM((1,), jnp.int32)
+  return chain.launch(
+    'kda_maps',
+    functools.partial(_maps_body, sizes, reverse),
+    (read, written),
+    math.prod(lead),
+    chain.Block(_GROUPS, shared, len(_OPERANDS) + 1),
   )
-  kernel = plgpu.kernel(
-    lambda *refs: _maps_body(sizes, names, reverse, *refs),
-    out_type=tuple(written.values()),
-    grid=(math.prod(lead),),
-    grid_names=('block',),
-    num_threads=_GROUPS + 1,
-    thread_name='role',
-    kernel_name='kda_maps',
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
-    ),
-    scratch_types=[
-      *[tile] * len(_OPERANDS),
-      plgpu.SMEM((_STAGES, WIDTH), jnp.float32),
-      plgpu.SMEM((1,), jnp.int32),
-      plgpu.Barrier(num_arrivals=len(_OPERANDS) + 1, num_barriers=_STAGES),
-      plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=_STAGES),
-      plgpu.Barrier(num_arrivals=_GROUPS + 1),
-    ],
-  )
-  return dict(zip(written, kernel(*read.values())))
 
 
 def _moved(s_vk: jax.Array, constant, matrix, parts) -> jax.Array:
   """S^T M^T + b^T, with both factors in two bfloat16 parts."""
-  for half in range(WIDTH // _ROWS):
-    rows = pl.ds(half * _ROWS, _ROWS)
-    x = scan_kernel.load(matrix.at[rows])
+  for half in range(WIDTH // ROWS):
+    rows = pl.ds(half * ROWS, ROWS)
+    x = chain.load(matrix.at[rows])
     leading = x.astype(jnp.bfloat16)
     parts[0].at[rows][...] = leading
     trailing = x - leading.astype(jnp.float32)
@@ -281,15 +254,15 @@ def _fold_body(sizes, names, *refs):
   index = lax.axis_index('block')
   rows, rest = lax.rem(index, groups), lax.div(index, groups)
   head, b = lax.rem(rest, heads), lax.div(rest, heads)
-  own = pl.ds(rows * _ROWS, _ROWS)
+  own = pl.ds(rows * ROWS, ROWS)
   if 'initial' in outer:
-    s_vk = scan_kernel.load(outer['initial'].at[b, head, 0, own])
+    s_vk = chain.load(outer['initial'].at[b, head, 0, own])
   else:
-    s_vk = scan_kernel.zeros((_ROWS, WIDTH))
+    s_vk = chain.zeros((ROWS, WIDTH))
   outer['entering'].at[b, head, 0, own][...] = s_vk
 
   def step(p, s_vk):
-    constant = scan_kernel.load(outer['constant'].at[b, head, p, own])
+    constant = chain.load(outer['constant'].at[b, head, p, own])
     matrix = outer['map'].at[b, head, p]
     s_vk = lax.cond(
       outer['first'][b, head, p, 0] > 0,
@@ -313,8 +286,8 @@ def fold(arrays: dict[str, jax.Array]) -> jax.Array:
   batch, heads, before, width, _ = arrays['constant'].shape
   shape = batch, heads, before + 1, width, WIDTH
   names = *arrays, 'entering'
-  sizes = heads, width // _ROWS, before + 1
-  tile = plgpu.SMEM((WIDTH, WIDTH), jnp.bfloat16, transforms=_TRANSFORMS)
+  sizes = heads, width // ROWS, before + 1
+  tile = chain.tile(WIDTH, WIDTH)
   kernel = plgpu.kernel(
     lambda *refs: _fold_body(sizes, names, *refs),
     out_type=jax.ShapeDtypeStruct(shape, jnp.float32),

@@ -32,9 +32,9 @@ the key tile carries blocks of T from warp to warp, the query tile holds T
 diag(beta) in two bfloat16 parts and the gate tile k^. Where channels hardly
 decay the errors of k^ would add up over chunks: there the key tile holds its
 second bfloat16 part, which waits in global memory, where W will be, until T has
-left. W is staged where k^ was and Q where P was. A second gate tile takes the next
-chunk's gates early; its queries and keys come when the last products have read
-their operands, which its work on the gates then hides.
+left. W is staged where k^ was and Q where P was. A second gate tile takes the
+next chunk's gates early; its queries and keys come when the last products have
+read their operands, which its work on the gates then hides.
 
 With documents two kernels run, one without masks over the chunks that need
 none, and one with masks over the others.

@@ -20,6 +20,7 @@ operands. Pieces of a chain are counted from its end, where this scan begins.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,14 +29,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.kda import mosaic_gpu_pieces as chain_pieces
+from pallas_kernels.kda.mosaic_gpu_chain import (
+  PER_COLUMN,
+  ROWS,
+  STAGES,
+  Block,
+  Size,
+  accumulate,
+  launch,
+  load,
+  produce,
+  run_roles,
+  tile,
+  zeros,
+)
 from pallas_kernels.kda.mosaic_gpu_place import CHUNK, VALID, WIDTH
-from pallas_kernels.kda.mosaic_gpu_scan import load, zeros
 
-_ROWS = 64  # rows of values of one computing warpgroup
-_STAGES = 2
-_TILE = plgpu.Layout.WGMMA
-_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _OPERANDS = ('minus_key', 'update', 'query', 'scores')
 _STAGED = ('d_values', 'd_state')  # buffers of results
 
@@ -66,40 +75,12 @@ class Plan:
     return range(*(self.some or (0, self.pieces)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-  """Rows, value heads, chunks of the operands, and value width."""
-
-  batch: int
-  heads: int
-  chunks: int
-  width: int
-
-  @property
-  def groups(self) -> int:
-    """Computing warpgroups of a thread block."""
-    return self.width // _ROWS
-
-
-def _accumulate(*sums):
-  """For each (start, [(left, right), ...]): start + all products, at once."""
-
-  def body(accumulators):
-    for acc, (_, products) in zip(accumulators, sums):
-      for left, right in products:
-        plgpu.wgmma(acc, left, right)
-
-  starts = tuple(plgpu.ACC.init(start) for start, _ in sums)
-  # Without the barrier reads of the results may be scheduled above the wait.
-  return lax.optimization_barrier(pl.run_state(body)(starts))
-
-
 def _d_out(plan: Plan, stage, slot, rows) -> jax.Array:
   """dO^T of a chunk, zero where there is no token."""
   d_out_vc = load(stage['d_out'].at[slot, rows].T)
   if not plan.masked:
     return d_out_vc
-  flags_c = load(stage['flags'].at[slot], _PER_COLUMN)
+  flags_c = load(stage['flags'].at[slot], PER_COLUMN)
   shape = d_out_vc.shape
   valid_vc = lax.broadcast_in_dim(flags_c & (1 << VALID), shape, [1]) != 0
   wide_vc = jnp.where(valid_vc, d_out_vc.astype(jnp.float32), 0.0)
@@ -109,19 +90,19 @@ def _d_out(plan: Plan, stage, slot, rows) -> jax.Array:
 def _chunk_step(plan: Plan, stage, at, x_vk):
   """One chunk: (dE^T, the cotangent before it). `at`: slot, and row block."""
   slot, rows = at
-  tile = {name: stage[name].at[slot] for name in _OPERANDS}
-  decay = load(stage['gamma'].at[slot], _PER_COLUMN)
+  operand = {name: stage[name].at[slot] for name in _OPERANDS}
+  decay = load(stage['gamma'].at[slot], PER_COLUMN)
   kept_vk = x_vk * lax.broadcast_in_dim(decay, x_vk.shape, [1])
   left, d_out_vc = x_vk.astype(jnp.bfloat16), _d_out(plan, stage, slot, rows)
-  e_vc, x_vk = _accumulate(
+  e_vc, x_vk = accumulate(
     (
-      zeros((_ROWS, CHUNK)),
-      [(d_out_vc, tile['scores']), (left, tile['update'].T)],
+      zeros((ROWS, CHUNK)),
+      [(d_out_vc, operand['scores']), (left, operand['update'].T)],
     ),
-    (kept_vk, [(d_out_vc, tile['query'])]),
+    (kept_vk, [(d_out_vc, operand['query'])]),
   )
   left = e_vc.astype(jnp.bfloat16)
-  (x_vk,) = _accumulate((x_vk, [(left, tile['minus_key'])]))
+  (x_vk,) = accumulate((x_vk, [(left, operand['minus_key'])]))
   return e_vc, x_vk
 
 
@@ -131,14 +112,14 @@ def _compute(plan: Plan, place, refs):
   b, head, piece, first, chunks = place
   full, empty = barriers
   rows = lax.axis_index('role')
-  own = pl.ds(rows * _ROWS, _ROWS)
+  own = pl.ds(rows * ROWS, ROWS)
   if plan.leaving:
     state = load(outer['leaving'].at[b, head, piece, own])
   else:
-    state = zeros((_ROWS, WIDTH))
+    state = zeros((ROWS, WIDTH))
 
   def step(n, x_vk):
-    slot, chunk = lax.rem(n, _STAGES), first + chunks - 1 - n
+    slot, chunk = lax.rem(n, STAGES), first + chunks - 1 - n
     if plan.output:
       staged = stage['d_state'].at[rows]
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of one chunk ago
@@ -168,7 +149,7 @@ def _fetch(plan: Plan, place, n, refs):
   """Starts the copies of this block's n-th chunk, counted from its last."""
   outer, stage, barriers = refs
   b, head, _, first, chunks = place
-  slot, chunk = lax.rem(n, _STAGES), first + chunks - 1 - n
+  slot, chunk = lax.rem(n, STAGES), first + chunks - 1 - n
   arrived = barriers[0].at[slot]
   tokens = pl.ds(chunk * CHUNK, CHUNK)
 
@@ -181,31 +162,14 @@ def _fetch(plan: Plan, place, n, refs):
   if plan.masked:
     copy(outer['flags'].at[b, tokens], stage['flags'].at[slot])
   for rows in range(stage['d_out'].shape[1]):
-    own = pl.ds(_ROWS * rows, _ROWS)
+    own = pl.ds(ROWS * rows, ROWS)
     source = outer['d_out'].at[b, tokens, head, own]
     copy(source, stage['d_out'].at[slot, rows])
 
 
-def _produce(plan: Plan, place, refs):
-  """Keeps the ring of stages full."""
-  chunks, barriers = place[4], refs[2]
-
-  @pl.loop(0, jnp.minimum(chunks, _STAGES))
-  def _(n):
-    _fetch(plan, place, n, refs)
-
-  @pl.loop(_STAGES, chunks)
-  def _(n):
-    plgpu.barrier_wait(barriers[1].at[lax.rem(n, _STAGES)])
-    _fetch(plan, place, n, refs)
-
-
-def _body(plan: Plan, size: Size, names, *refs):
+def _body(plan: Plan, size: Size, outer, stage, barriers, done):
   """One thread block: value head, batch row and range of chunks."""
-  outer = dict(zip(names, refs))
-  *tiles, full, empty, done = refs[len(names) :]
   index = lax.axis_index('block')
-  stage = dict(zip(_stages(plan, size.groups), tiles))
   head, rest = lax.rem(index, size.heads), lax.div(index, size.heads)
   count = len(plan.running)
   piece, b = lax.rem(rest, count), lax.div(rest, count)
@@ -214,40 +178,28 @@ def _body(plan: Plan, size: Size, names, *refs):
   chunks = jnp.minimum(longest, size.chunks - first)
   if plan.skipping:
     chunks -= outer['first'][b, head, piece, 0]
-  place = (b, head, piece, first, chunks)
-  role = lax.axis_index('role')
-  refs = outer, stage, (full, empty)
-
-  @pl.when(role < size.groups)
-  def _():
-    plgpu.set_max_registers(224, action='increase')
-    _compute(plan, place, refs)
-
-  @pl.when(role == size.groups)
-  def _():
-    plgpu.set_max_registers(40, action='decrease')
-    _produce(plan, place, refs)
-
-  plgpu.barrier_arrive(done)
-  plgpu.barrier_wait(done)
-
-
-def _tile(*shape: int):
-  return plgpu.SMEM(shape, jnp.bfloat16, transforms=_TRANSFORMS)
+  place, refs = (b, head, piece, first, chunks), (outer, stage, barriers)
+  fetch = lambda n: _fetch(plan, place, n, refs)
+  run_roles(
+    size.groups,
+    lambda: _compute(plan, place, refs),
+    lambda: produce(fetch, chunks, barriers[1]),
+    done,
+  )
 
 
 def _stages(plan: Plan, groups: int) -> dict:
   """Shared memory by name."""
-  ring = _STAGES
+  ring = STAGES
   width = {'scores': CHUNK}
-  stage = {n: _tile(ring, CHUNK, width.get(n, WIDTH)) for n in _OPERANDS}
+  stage = {n: tile(ring, CHUNK, width.get(n, WIDTH)) for n in _OPERANDS}
   stage['gamma'] = plgpu.SMEM((ring, WIDTH), jnp.float32)
-  stage['d_out'] = _tile(ring, groups, CHUNK, _ROWS)
+  stage['d_out'] = tile(ring, groups, CHUNK, ROWS)
   if plan.masked:
     stage['flags'] = plgpu.SMEM((ring, CHUNK), jnp.int32)
   if plan.output:
-    stage['d_values'] = _tile(groups, CHUNK, _ROWS)
-    stage['d_state'] = _tile(groups, _ROWS, WIDTH)
+    stage['d_values'] = tile(groups, CHUNK, ROWS)
+    stage['d_state'] = tile(groups, ROWS, WIDTH)
   return stage
 
 
@@ -269,19 +221,6 @@ def _outputs(arrays, plan: Plan, size: Size) -> dict[str, jax.ShapeDtypeStruct]:
   shape = (*lead, len(plan.running), size.width, WIDTH)
   written['entering'] = jax.ShapeDtypeStruct(shape, jnp.float32)
   return written
-
-
-def _scratch(plan: Plan, groups: int) -> list:
-  """Shared memory and barriers of a thread block."""
-  stage = _stages(plan, groups)
-  loaded = [n for n in stage if n not in _STAGED]
-  copies = len(loaded) + groups - 1
-  return [
-    *stage.values(),
-    plgpu.Barrier(num_arrivals=copies, num_barriers=_STAGES),
-    plgpu.Barrier(num_arrivals=groups, num_barriers=_STAGES),
-    plgpu.Barrier(num_arrivals=groups + 1),
-  ]
 
 
 def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
@@ -307,21 +246,15 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
   size = Size(batch, heads, padded // CHUNK, arrays['d_out'].shape[3])
   read = _inputs(arrays, plan, size.groups)
   written = _outputs(arrays, plan, size)
-  names = (*read, *written)
-  kernel = plgpu.kernel(
-    lambda *refs: _body(plan, size, names, *refs),
-    out_type=tuple(written.values()),
-    grid=(batch * heads * len(plan.running),),
-    grid_names=('block',),
-    num_threads=size.groups + 1,
-    thread_name='role',
-    kernel_name='kda_reverse_scan',
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
-    ),
-    scratch_types=_scratch(plan, size.groups),
+  shared = _stages(plan, size.groups)
+  loaded = [n for n in shared if n not in _STAGED]
+  return launch(
+    'kda_reverse_scan',
+    functools.partial(_body, plan, size),
+    (read, written),
+    batch * heads * len(plan.running),
+    Block(size.groups, shared, len(loaded) + size.groups - 1),
   )
-  return dict(zip(written, kernel(*read.values())))
 
 
 def in_pieces(

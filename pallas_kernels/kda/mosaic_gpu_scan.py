@@ -16,6 +16,7 @@ and scale folded in, so no elementwise work but gamma remains.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,13 +24,23 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.kda.mosaic_gpu_chain import (
+  PER_COLUMN,
+  ROWS,
+  STAGES,
+  Block,
+  Size,
+  accumulate,
+  launch,
+  load,
+  produce,
+  run_roles,
+  tile,
+  zeros,
+)
 from pallas_kernels.kda.mosaic_gpu_place import CHUNK, VALID, WIDTH
 
-_ROWS = 64  # rows of values of one computing warpgroup
-_STAGES = 2
-_TILE = plgpu.Layout.WGMMA
-_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_STAGED = ('out', 'saved')  # buffers of results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,32 +71,12 @@ class Plan:
     return range(*(self.some or (0, self.pieces)))
 
 
-def accumulate(*sums):
-  """For each (start, left, right): start + left @ right, issued together."""
-
-  def body(accumulators):
-    for acc, (_, left, right) in zip(accumulators, sums):
-      plgpu.wgmma(acc, left, right)
-
-  starts = tuple(plgpu.ACC.init(start) for start, _, _ in sums)
-  # Without the barrier reads of the results may be scheduled above the wait.
-  return lax.optimization_barrier(pl.run_state(body)(starts))
-
-
-def zeros(shape: tuple[int, int]) -> jax.Array:
-  return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _TILE)
-
-
-def load(ref, layout=_TILE) -> jax.Array:
-  return plgpu.load(ref, layout=layout, optimized=False)
-
-
 def _entering_values(plan: Plan, stage, slot, rows) -> jax.Array:
   """V^T of a chunk, zero where there is no token."""
   v_vc = load(stage['values'].at[slot, rows].T).astype(jnp.float32)
   if not plan.masked:
     return v_vc
-  flags_c = load(stage['flags'].at[slot], _PER_COLUMN)
+  flags_c = load(stage['flags'].at[slot], PER_COLUMN)
   valid_vc = lax.broadcast_in_dim(flags_c & (1 << VALID), v_vc.shape, [1]) != 0
   return jnp.where(valid_vc, v_vc, 0.0)
 
@@ -94,18 +85,18 @@ def _chunk_step(plan: Plan, stage, at, s_vk):
   """One chunk: (O^T or None, the next state). `at`: slot, and row block."""
   slot, rows = at
   left = s_vk.astype(jnp.bfloat16)
-  decay = load(stage['gamma'].at[slot], _PER_COLUMN)
+  decay = load(stage['gamma'].at[slot], PER_COLUMN)
   kept_vk = s_vk * lax.broadcast_in_dim(decay, s_vk.shape, [1])
   v_vc = _entering_values(plan, stage, slot, rows)
-  sums = [(v_vc, left, stage['minus_key'].at[slot].T)]
+  sums = [(v_vc, [(left, stage['minus_key'].at[slot].T)])]
   if plan.output:
-    zero = zeros((_ROWS, CHUNK))
-    sums.append((zero, left, stage['query'].at[slot].T))
+    zero = zeros((ROWS, CHUNK))
+    sums.append((zero, [(left, stage['query'].at[slot].T)]))
   e_vc, *o_vc = accumulate(*sums)
   left = e_vc.astype(jnp.bfloat16)
-  sums = [(kept_vk, left, stage['update'].at[slot])]
+  sums = [(kept_vk, [(left, stage['update'].at[slot])])]
   if plan.output:
-    sums.append((o_vc[0], left, stage['scores'].at[slot].T))
+    sums.append((o_vc[0], [(left, stage['scores'].at[slot].T)]))
   s_vk, *o_vc = accumulate(*sums)
   return (o_vc[0] if plan.output else None), s_vk
 
@@ -116,14 +107,14 @@ def _compute(plan: Plan, place, refs):
   b, head, piece, first, chunks = place
   full, empty = barriers
   rows = lax.axis_index('role')
-  own = pl.ds(rows * _ROWS, _ROWS)
+  own = pl.ds(rows * ROWS, ROWS)
   if plan.initial:
     state = load(outer['initial'].at[b, head, piece, own])
   else:
-    state = zeros((_ROWS, WIDTH))
+    state = zeros((ROWS, WIDTH))
 
   def step(n, s_vk):
-    slot = lax.rem(n, _STAGES)
+    slot = lax.rem(n, STAGES)
     tokens = pl.ds((first + n) * CHUNK, CHUNK)
     if plan.save_state:
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -167,47 +158,14 @@ def _fetch(plan: Plan, place, n, refs):
   """Starts the copies of chunk n of this block's range."""
   outer, stage, barriers = refs
   b, head, _, first, _ = place
-  slot = lax.rem(n, _STAGES)
+  slot = lax.rem(n, STAGES)
   arrived = barriers[0].at[slot]
   for source, dest in _copies(plan, (b, head, first + n), refs):
     plgpu.copy_gmem_to_smem(source, dest.at[slot], arrived)
   tokens = pl.ds((first + n) * CHUNK, CHUNK)
   for rows in range(stage['values'].shape[1]):
-    source = outer['values'].at[b, tokens, head, pl.ds(_ROWS * rows, _ROWS)]
+    source = outer['values'].at[b, tokens, head, pl.ds(ROWS * rows, ROWS)]
     plgpu.copy_gmem_to_smem(source, stage['values'].at[slot, rows], arrived)
-
-
-def _produce(plan: Plan, place, refs):
-  """Keeps the ring of stages full."""
-  chunks, barriers = place[4], refs[2]
-
-  @pl.loop(0, jnp.minimum(chunks, _STAGES))
-  def _(n):
-    _fetch(plan, place, n, refs)
-
-  @pl.loop(_STAGES, chunks)
-  def _(n):
-    plgpu.barrier_wait(barriers[1].at[lax.rem(n, _STAGES)])
-    _fetch(plan, place, n, refs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-  """Rows, value heads, chunks of the operands, and value width."""
-
-  batch: int
-  heads: int
-  chunks: int
-  width: int
-
-  @property
-  def groups(self) -> int:
-    """Computing warpgroups of a thread block."""
-    return self.width // _ROWS
-
-  def blocks(self, plan: Plan) -> int:
-    """Thread blocks: one for each piece of each chain."""
-    return self.batch * self.heads * len(plan.running)
 
 
 def _size_of(arrays: dict[str, jax.Array]) -> Size:
@@ -215,12 +173,9 @@ def _size_of(arrays: dict[str, jax.Array]) -> Size:
   return Size(batch, heads, padded // CHUNK, arrays['values'].shape[3])
 
 
-def _body(plan: Plan, size: Size, names, *refs):
+def _body(plan: Plan, size: Size, outer, stage, barriers, done):
   """One thread block: value head, batch row and range of chunks."""
-  outer = dict(zip(names, refs))
-  *tiles, full, empty, done = refs[len(names) :]
   index = lax.axis_index('block')
-  stage = dict(zip(_stages(plan, size.groups), tiles))
   head, rest = lax.rem(index, size.heads), lax.div(index, size.heads)
   count = len(plan.running)
   piece, b = lax.rem(rest, count), lax.div(rest, count)
@@ -230,48 +185,36 @@ def _body(plan: Plan, size: Size, names, *refs):
   if plan.skipping:
     skipped = outer['first'][b, head, piece, 0]
     first, chunks = first + skipped, chunks - skipped
-  place = (b, head, piece, first, chunks)
-  role = lax.axis_index('role')
-  refs = outer, stage, (full, empty)
-
-  @pl.when(role < size.groups)
-  def _():
-    plgpu.set_max_registers(224, action='increase')
-    _compute(plan, place, refs)
-
-  @pl.when(role == size.groups)
-  def _():
-    plgpu.set_max_registers(40, action='decrease')
-    _produce(plan, place, refs)
-
-  plgpu.barrier_arrive(done)
-  plgpu.barrier_wait(done)
-
-
-def _tile(*shape: int):
-  return plgpu.SMEM(shape, jnp.bfloat16, transforms=_TRANSFORMS)
+  place, refs = (b, head, piece, first, chunks), (outer, stage, barriers)
+  fetch = lambda n: _fetch(plan, place, n, refs)
+  run_roles(
+    size.groups,
+    lambda: _compute(plan, place, refs),
+    lambda: produce(fetch, chunks, barriers[1]),
+    done,
+  )
 
 
 def _stages(plan: Plan, groups: int) -> dict:
   """Shared memory by name."""
-  ring = _STAGES
-  stage = {name: _tile(ring, CHUNK, WIDTH) for name in ('minus_key', 'update')}
+  ring = STAGES
+  stage = {name: tile(ring, CHUNK, WIDTH) for name in ('minus_key', 'update')}
   stage['gamma'] = plgpu.SMEM((ring, WIDTH), jnp.float32)
   if plan.output:
-    stage['query'] = _tile(ring, CHUNK, WIDTH)
-    stage['scores'] = _tile(ring, CHUNK, CHUNK)
-    stage['out'] = _tile(groups, CHUNK, _ROWS)
-  stage['values'] = _tile(ring, groups, CHUNK, _ROWS)
+    stage['query'] = tile(ring, CHUNK, WIDTH)
+    stage['scores'] = tile(ring, CHUNK, CHUNK)
+    stage['out'] = tile(groups, CHUNK, ROWS)
+  stage['values'] = tile(ring, groups, CHUNK, ROWS)
   if plan.masked:
     stage['flags'] = plgpu.SMEM((ring, CHUNK), jnp.int32)
   if plan.save_state:
-    stage['saved'] = _tile(groups, _ROWS, WIDTH)
+    stage['saved'] = tile(groups, ROWS, WIDTH)
   return stage
 
 
 def _inputs(arrays: dict[str, jax.Array], plan: Plan, groups: int) -> dict:
   """What the kernel reads, by name."""
-  names = [n for n in _stages(plan, groups) if n not in ('out', 'saved')]
+  names = [n for n in _stages(plan, groups) if n not in _STAGED]
   names += ['initial'] * plan.initial + ['first'] * plan.skipping
   return {name: arrays[name] for name in names}
 
@@ -288,19 +231,6 @@ def _outputs(arrays, plan: Plan, size: Size) -> dict[str, jax.ShapeDtypeStruct]:
     shape = (*lead, size.chunks, size.width, WIDTH)
     written['saved'] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
   return written
-
-
-def _scratch(plan: Plan, groups: int) -> list:
-  """Shared memory and barriers of a thread block."""
-  stage = _stages(plan, groups)
-  loaded = [n for n in stage if n not in ('out', 'saved')]
-  copies = len(loaded) + groups - 1
-  return [
-    *stage.values(),
-    plgpu.Barrier(num_arrivals=copies, num_barriers=_STAGES),
-    plgpu.Barrier(num_arrivals=groups, num_barriers=_STAGES),
-    plgpu.Barrier(num_arrivals=groups + 1),
-  ]
 
 
 def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
@@ -323,18 +253,12 @@ def scan(arrays: dict[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
   size = _size_of(arrays)
   read = _inputs(arrays, plan, size.groups)
   written = _outputs(arrays, plan, size)
-  names = (*read, *written)
-  kernel = plgpu.kernel(
-    lambda *refs: _body(plan, size, names, *refs),
-    out_type=tuple(written.values()),
-    grid=(size.blocks(plan),),
-    grid_names=('block',),
-    num_threads=size.groups + 1,
-    thread_name='role',
-    kernel_name='kda_scan',
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
-    ),
-    scratch_types=_scratch(plan, size.groups),
+  shared = _stages(plan, size.groups)
+  loaded = [n for n in shared if n not in _STAGED]
+  return launch(
+    'kda_scan',
+    functools.partial(_body, plan, size),
+    (read, written),
+    size.batch * size.heads * len(plan.running),
+    Block(size.groups, shared, len(loaded) + size.groups - 1),
   )
-  return dict(zip(written, kernel(*read.values())))
