@@ -111,8 +111,11 @@ class Schedule:
 
 
 @functools.cache
-def _dump_directory() -> pathlib.Path:
-  """Where libtpu writes schedules; it reads this setting when it is loaded."""
+def dump_directory() -> pathlib.Path:
+  """Where libtpu writes schedules; it reads this setting when it is loaded.
+
+  Call it first where something else may load libtpu before `devices` does.
+  """
   directory = pathlib.Path(tempfile.mkdtemp(prefix='tpu_schedule_'))
   atexit.register(shutil.rmtree, directory, ignore_errors=True)
   flags = (
@@ -141,7 +144,7 @@ def devices(chip: str, dump: bool = True) -> list:
   for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
   if dump:
-    _dump_directory()
+    dump_directory()
   try:
     topology = topologies.get_topology_desc(
       platform='tpu', topology_name=CHIPS[chip].topology
@@ -181,7 +184,7 @@ def compile_for(chip: str, function, *arguments) -> Schedule:
   device = devices(chip)[0]
   sharding = jax.sharding.SingleDeviceSharding(device)
   place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  directory = _dump_directory()
+  directory = dump_directory()
   for path in directory.iterdir():
     path.unlink()
   with jax.sharding.use_abstract_mesh(abstract_mesh(device)):

@@ -14,6 +14,7 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from pallas_kernels import tpu_schedule  # noqa: E402
 from trimoe_jax.config import TrainConfig, from_dict  # noqa: E402
 
 
@@ -23,6 +24,12 @@ def _compile_once(tmp_path_factory):
   cache = tmp_path_factory.mktemp('compilation_cache')
   jax.config.update('jax_compilation_cache_dir', str(cache))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _schedules_whoever_loads_libtpu():
+  """libtpu writes schedules in all of a process or in nothing of it."""
+  tpu_schedule.dump_directory()
 
 
 @pytest.fixture(scope='session')
