@@ -28,6 +28,10 @@ PACKED = np.stack(
     np.repeat([0, 4, 0, 4, 5], [7, 20, 30, 9, 30]),
   ]
 ).astype(np.int32)
+DOCUMENTS = [
+  pytest.param(None, id='dense', marks=pytest.mark.slow),
+  pytest.param(PACKED, id='packed'),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +116,7 @@ def test_balance_gives_every_rank_an_early_and_a_late_fragment(ranks, length):
     np.testing.assert_array_equal(own, want)
 
 
-@pytest.mark.parametrize('ids', [None, PACKED], ids=['dense', 'packed'])
+@pytest.mark.parametrize('ids', DOCUMENTS)
 @pytest.mark.parametrize(
   'ranks, gathered', [(2, 16), (8, 16), (8, 1)], ids=['2', '8', '8-scan']
 )
@@ -131,7 +135,7 @@ def map_tree(function, tree):
   return jax.tree.map(function, tree)
 
 
-@pytest.mark.parametrize('ids', [None, PACKED], ids=['dense', 'packed'])
+@pytest.mark.parametrize('ids', DOCUMENTS)
 @pytest.mark.parametrize('ranks', [2, 8])
 def test_mla_layer(ranks, ids):
   params = draw(mla_parameters(CONFIG))

@@ -13,6 +13,7 @@ from trimoe_jax.model.model import model_parameters
 from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_step import BATCH_AXES, make_train_step
 
+pytestmark = pytest.mark.slow  # a training step to compile for each mesh
 ROWS, TIME = 8, 32
 BEFORE, AFTER = 2, 2
 
@@ -85,10 +86,10 @@ def saved(small_config, tmp_path_factory):
   'sizes',
   [
     {'data': 2, 'expert': 2},
-    pytest.param({'data': 2, 'expert': 4}, marks=pytest.mark.slow),
-    pytest.param({'data': 2}, marks=pytest.mark.slow),
-    pytest.param({}, marks=pytest.mark.slow),
-    pytest.param({'context': 2, 'tensor': 2}, marks=pytest.mark.slow),
+    {'data': 2, 'expert': 4},
+    {'data': 2},
+    {},
+    {'context': 2, 'tensor': 2},
   ],
   ids=str,
 )
