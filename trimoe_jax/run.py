@@ -27,7 +27,15 @@ from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_state import TrainState
 
 # Fields that may differ when a run continues: none of them changes its numbers.
-FREE = ('name', 'eval', 'checkpoint', 'log_every', 'profile_steps', 'mesh')
+FREE = (
+  'name',
+  'eval',
+  'checkpoint',
+  'log_every',
+  'profile_steps',
+  'mesh',
+  'pipeline',
+)
 PACKAGES = (
   'jax',
   'jaxlib',
