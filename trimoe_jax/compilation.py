@@ -12,13 +12,12 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from trimoe_jax import sharding, train_state
+from trimoe_jax import train_state
 from trimoe_jax.evals.heldout import Evaluator
 from trimoe_jax.run import Run
 from trimoe_jax.train_state import TrainState
-from trimoe_jax.train_step import BATCH_AXES, batch_shape, make_train_step
+from trimoe_jax.train_step import abstract_batch, make_train_step
 
 
 class Compilation(NamedTuple):
@@ -75,11 +74,7 @@ def compile_step(run: Run, state: TrainState, stage: int) -> tuple[Any, float]:
     stage: its number.
   """
   start = time.perf_counter()
-  shape = batch_shape(run.config.stages[stage])
-  where = jax.NamedSharding(run.mesh, sharding.spec(BATCH_AXES))
-  ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
-  batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), ids)
-  batch['loss_mask'] = jax.ShapeDtypeStruct(shape, bool, sharding=where)
+  batch = abstract_batch(run.config.stages[stage], run.mesh)
   step = make_train_step(run.config, run.optimizer, run.schedule)
   with jax.set_mesh(run.mesh):
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()

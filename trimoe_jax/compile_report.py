@@ -14,14 +14,13 @@ import pathlib
 import time
 
 import jax
-import jax.numpy as jnp
 
-from trimoe_jax import flops, hlo, sharding, topology, train_state
+from trimoe_jax import flops, hlo, topology, train_state
 from trimoe_jax.config import TrainConfig
 from trimoe_jax.model import parameters
 from trimoe_jax.model.model import count_parameters, model_parameters
 from trimoe_jax.optim import Stage, make_optimizer, make_schedule
-from trimoe_jax.train_step import BATCH_AXES, batch_shape, make_train_step
+from trimoe_jax.train_step import abstract_batch, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +79,7 @@ def lower(config: TrainConfig, where: topology.Topology):
   shapes = parameters.abstract(model_parameters(config.model))
   optimizer = make_optimizer(config.optim, shapes, schedule)
   state = train_state.abstract(config, optimizer, where.mesh)
-  placed = jax.NamedSharding(where.mesh, sharding.spec(BATCH_AXES))
-  shape = batch_shape(config.stages[0])
-  ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placed)
-  batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), ids)
-  batch['loss_mask'] = jax.ShapeDtypeStruct(shape, bool, sharding=placed)
+  batch = abstract_batch(config.stages[0], where.mesh)
   step = jax.jit(make_train_step(config, optimizer, schedule), donate_argnums=0)
   if isinstance(where.mesh, jax.sharding.Mesh):
     with jax.set_mesh(where.mesh):

@@ -35,6 +35,16 @@ def batch_shape(stage: StageConfig) -> tuple[int, int, int]:
   return stage.micro_batches, rows, stage.context
 
 
+def abstract_batch(stage: StageConfig, mesh) -> Batch:
+  """Shapes, dtypes and shardings of a stage's batches, without an array."""
+  shape = batch_shape(stage)
+  where = jax.NamedSharding(mesh, sharding.spec(BATCH_AXES))
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+  batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), ids)
+  mask = jax.ShapeDtypeStruct(shape, bool, sharding=where)
+  return batch | {'loss_mask': mask}
+
+
 def objective(
   params: Any, batch: Batch, state: RouterState, config: TrainConfig
 ) -> tuple[jax.Array, tuple[LossSums, RouterStats]]:
