@@ -17,9 +17,7 @@ import jax
 
 from trimoe_jax import flops, hlo, topology, train_state
 from trimoe_jax.config import TrainConfig
-from trimoe_jax.model import parameters
-from trimoe_jax.model.model import count_parameters, model_parameters
-from trimoe_jax.optim import Stage, make_optimizer, make_schedule
+from trimoe_jax.model.model import count_parameters
 from trimoe_jax.train_step import abstract_batch, make_train_step
 
 
@@ -74,10 +72,7 @@ class Report:
 
 def lower(config: TrainConfig, where: topology.Topology):
   """The training step of the first stage lowered, and its arguments."""
-  stages = [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages]
-  schedule = make_schedule(config.optim, stages)
-  shapes = parameters.abstract(model_parameters(config.model))
-  optimizer = make_optimizer(config.optim, shapes, schedule)
+  optimizer, schedule = train_state.optimizer_of(config)
   state = train_state.abstract(config, optimizer, where.mesh)
   batch = abstract_batch(config.stages[0], where.mesh)
   step = jax.jit(make_train_step(config, optimizer, schedule), donate_argnums=0)

@@ -21,9 +21,6 @@ from trimoe_jax import hosts, sharding, train_state
 from trimoe_jax.checkpoint import Checkpointer, check_config
 from trimoe_jax.config import TrainConfig, from_dict
 from trimoe_jax.data import Corpus, StagedBatches, load_corpus
-from trimoe_jax.model import parameters
-from trimoe_jax.model.model import model_parameters
-from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_state import TrainState
 
 # Fields that may differ when a run continues: none of them changes its numbers.
@@ -109,18 +106,14 @@ def prepare(config: TrainConfig, workdir: str | pathlib.Path) -> Run:
     seed=config.seed,
     long_documents=config.data.long_documents,
   )
-  schedule = make_schedule(
-    config.optim,
-    [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages],
-  )
-  shapes = parameters.abstract(model_parameters(config.model))
+  optimizer, schedule = train_state.optimizer_of(config)
   run = Run(
     config=config,
     workdir=workdir,
     corpus=corpus,
     batches=batches,
     mesh=sharding.make_mesh(config.mesh.sizes()),
-    optimizer=make_optimizer(config.optim, shapes, schedule),
+    optimizer=optimizer,
     schedule=schedule,
   )
   if hosts.is_main():

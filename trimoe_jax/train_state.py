@@ -14,6 +14,7 @@ from trimoe_jax.config import TrainConfig
 from trimoe_jax.model import parameters, router
 from trimoe_jax.model.model import model_parameters
 from trimoe_jax.model.router import RouterState
+from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 
 
 class TrainState(struct.PyTreeNode):
@@ -28,6 +29,16 @@ class TrainState(struct.PyTreeNode):
   opt_state: Any
   router: RouterState
   key: jax.Array
+
+
+def optimizer_of(
+  config: TrainConfig,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+  """A run's optimizer, and its learning rate as a fraction of the peak."""
+  stages = [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages]
+  schedule = make_schedule(config.optim, stages)
+  shapes = parameters.abstract(model_parameters(config.model))
+  return make_optimizer(config.optim, shapes, schedule), schedule
 
 
 def init_state(

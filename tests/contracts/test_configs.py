@@ -14,7 +14,6 @@ from trimoe_jax import sharding, train_state
 from trimoe_jax.config import TrainConfig, from_dict
 from trimoe_jax.model import parameters
 from trimoe_jax.model.model import count_parameters, model_parameters
-from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_step import BATCH_AXES, make_train_step
 
 NAMES = sorted(
@@ -54,10 +53,8 @@ def test_train_step_keeps_shapes_and_shardings(name):
   mesh = AbstractMesh(
     shape, sharding.AXES, axis_types=(AxisType.Explicit,) * len(shape)
   )
-  stages = [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages]
-  schedule = make_schedule(config.optim, stages)
   table = model_parameters(config.model)
-  optimizer = make_optimizer(config.optim, parameters.abstract(table), schedule)
+  optimizer, schedule = train_state.optimizer_of(config)
   step = make_train_step(config, optimizer, schedule)
   last = config.stages[-1]
 

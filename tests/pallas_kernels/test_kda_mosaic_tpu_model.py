@@ -25,8 +25,6 @@ from trimoe_jax import sharding, train_state
 from trimoe_jax.config import TrainConfig, from_dict
 from trimoe_jax.model import parameters
 from trimoe_jax.model.kda import kda_layer, kda_parameters
-from trimoe_jax.model.model import model_parameters
-from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_step import BATCH_AXES, make_train_step
 
 
@@ -88,10 +86,7 @@ def nano() -> str:
   config = load('nano')
   devices = tpu_schedule.devices('v6e', dump=False)
   mesh = sharding.make_mesh({'data': 4}, devices)
-  stages = [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages]
-  schedule = make_schedule(config.optim, stages)
-  table = parameters.abstract(model_parameters(config.model))
-  optimizer = make_optimizer(config.optim, table, schedule)
+  optimizer, schedule = train_state.optimizer_of(config)
   step = make_train_step(config, optimizer, schedule)
   state = train_state.abstract(config, optimizer, mesh)
   with jax.set_mesh(mesh):

@@ -8,9 +8,6 @@ import pytest
 
 from trimoe_jax import sharding, train_state
 from trimoe_jax.checkpoint import Checkpointer
-from trimoe_jax.model import parameters
-from trimoe_jax.model.model import model_parameters
-from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_step import BATCH_AXES, make_train_step
 
 pytestmark = pytest.mark.slow  # a training step to compile for each mesh
@@ -22,11 +19,8 @@ class Trainer:
   """Steps of one configuration on one mesh."""
 
   def __init__(self, config, sizes):
-    stages = [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages]
-    schedule = make_schedule(config.optim, stages)
-    shapes = parameters.abstract(model_parameters(config.model))
     self.config = config
-    self.optimizer = make_optimizer(config.optim, shapes, schedule)
+    self.optimizer, schedule = train_state.optimizer_of(config)
     self.mesh = sharding.make_mesh(sizes)
     step = make_train_step(config, self.optimizer, schedule)
     self._step = jax.jit(step, donate_argnums=0)

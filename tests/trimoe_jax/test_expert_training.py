@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 
 from trimoe_jax import sharding, train_state
-from trimoe_jax.model import parameters
-from trimoe_jax.model.model import model_parameters
-from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_step import BATCH_AXES, make_train_step
 
 EXPERTS, TIME, ROWS = 20, 32, 8
@@ -23,10 +20,7 @@ def train(config, dispatch, steps=2):
   )
   model = dataclasses.replace(config.model, moe=moe)
   config = dataclasses.replace(config, model=model)
-  stages = [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages]
-  schedule = make_schedule(config.optim, stages)
-  shapes = parameters.abstract(model_parameters(config.model))
-  optimizer = make_optimizer(config.optim, shapes, schedule)
+  optimizer, schedule = train_state.optimizer_of(config)
   mesh = sharding.make_mesh({'data': 2, 'expert': 4})
   state = train_state.create(config, optimizer, mesh)
   where = jax.NamedSharding(mesh, sharding.spec(BATCH_AXES))

@@ -8,9 +8,6 @@ import pytest
 
 from trimoe_jax import sharding, train_state
 from trimoe_jax.config import MeshConfig, PipelineConfig
-from trimoe_jax.model import parameters
-from trimoe_jax.model.model import model_parameters
-from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_step import BATCH_AXES, make_train_step
 
 STAGE = dict(context=32, batch=8, steps=4, micro_batches=4)
@@ -18,10 +15,7 @@ STAGE = dict(context=32, batch=8, steps=4, micro_batches=4)
 
 def make(config):
   """A state on the configuration's mesh, its shardings and its step."""
-  stages = [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages]
-  schedule = make_schedule(config.optim, stages)
-  shapes = parameters.abstract(model_parameters(config.model))
-  optimizer = make_optimizer(config.optim, shapes, schedule)
+  optimizer, schedule = train_state.optimizer_of(config)
   mesh = sharding.make_mesh(config.mesh.sizes())
   step = jax.jit(make_train_step(config, optimizer, schedule))
 

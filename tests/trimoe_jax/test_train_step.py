@@ -7,9 +7,6 @@ import optax
 import pytest
 
 from trimoe_jax import sharding, train_state
-from trimoe_jax.model import parameters
-from trimoe_jax.model.model import model_parameters
-from trimoe_jax.optim import Stage, make_optimizer, make_schedule
 from trimoe_jax.train_step import BATCH_AXES, make_train_step
 
 STAGE = dict(context=32, batch=4, steps=4)
@@ -17,10 +14,7 @@ STAGE = dict(context=32, batch=4, steps=4)
 
 def make(config, mesh_sizes=None):
   """A state and its jitted step on a mesh."""
-  stages = [Stage(s.num_steps, s.step_tokens, s.peak) for s in config.stages]
-  schedule = make_schedule(config.optim, stages)
-  shapes = parameters.abstract(model_parameters(config.model))
-  optimizer = make_optimizer(config.optim, shapes, schedule)
+  optimizer, schedule = train_state.optimizer_of(config)
   mesh = sharding.make_mesh(mesh_sizes or {})
   state = train_state.create(config, optimizer, mesh)
   step = jax.jit(make_train_step(config, optimizer, schedule))

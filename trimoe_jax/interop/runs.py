@@ -7,16 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from trimoe_jax import sharding, train_state
 from trimoe_jax.checkpoint import Checkpointer
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.interop import hf_config
 from trimoe_jax.interop.hf import Checkpoint
-from trimoe_jax.model import parameters, router
-from trimoe_jax.model.model import model_parameters
-from trimoe_jax.optim import make_optimizer
+from trimoe_jax.model import router
 from trimoe_jax.run import Run, read_config
 
 
@@ -32,9 +29,7 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Checkpoint:
   """
   config = read_config(workdir)
   mesh = sharding.make_mesh({}, jax.devices()[:1])
-  shapes = parameters.abstract(model_parameters(config.model))
-  # A schedule has no state of its own; any stands for the run's.
-  optimizer = make_optimizer(config.optim, shapes, optax.constant_schedule(0.0))
+  optimizer, _ = train_state.optimizer_of(config)
   abstract = train_state.abstract(config, optimizer, mesh)
   folder = pathlib.Path(workdir) / 'checkpoints'
   with Checkpointer(folder, read_only=True) as checkpointer:
