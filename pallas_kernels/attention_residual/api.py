@@ -95,17 +95,18 @@ def phase_one(sources, queries, gains, *, mask=None, eps: float = 1e-5):
     allowed_m = mask.reshape(mask.shape + (1,) * (sources.ndim - 2))
     sources = jnp.where(allowed_m[..., None], sources, 0)
 
-  def one(w_d):
-    _, logits_m = xla.statistics(sources, w_d, eps)
-    if allowed_m is not None:
-      logits_m = jnp.where(allowed_m, logits_m, -jnp.inf)
-    top = jnp.max(logits_m, axis=0)
-    terms_m = jnp.exp(logits_m - jnp.where(top == -jnp.inf, 0, top))
-    out_d = xla.weighted_sum((sources, None), terms_m)
-    return out_d, top, jnp.sum(terms_m, axis=0)
-
+  x_md = xla.widened(sources)
   w_ld = xla.widened(queries) * xla.widened(gains)
-  return jax.lax.map(one, w_ld)
+  w_ld = w_ld.reshape(len(w_ld), *(1,) * (sources.ndim - 2), -1)
+  rstd_m = jax.lax.rsqrt(jnp.mean(jnp.square(x_md), axis=-1) + eps)
+  # All queries at once: the sources are read once and nothing loops.
+  logits_ml = rstd_m[:, None] * jnp.sum(x_md[:, None] * w_ld, axis=-1)
+  if allowed_m is not None:
+    logits_ml = jnp.where(allowed_m[:, None], logits_ml, -jnp.inf)
+  top_l = jnp.max(logits_ml, axis=0)
+  terms_ml = jnp.exp(logits_ml - jnp.where(top_l == -jnp.inf, 0, top_l))
+  out_ld = xla.weighted_sum((x_md[:, None], None), terms_ml)
+  return out_ld, top_l, jnp.sum(terms_ml, axis=0)
 
 
 def merge(phase, partial, query, gain, *, eps: float = 1e-5):

@@ -98,6 +98,20 @@ def body_cache(
   return caches
 
 
+def body_mixes(body: Sequence[layout.Node], params: Any) -> Table:
+  """Depth-mix queries and gains [L, d] of a body's sublayers, in order."""
+  parts = []
+  for position, node in enumerate(body):
+    own = params[layout.child_name(position, node)]
+    if isinstance(node, layout.Layer):
+      both = own['attention_mix'], own['ffn_mix']
+      parts.append(jax.tree.map(lambda *x_d: jnp.stack(x_d, -2), *both))
+    else:
+      merge = lambda x: x.reshape(*x.shape[:-3], -1, x.shape[-1])
+      parts.append(jax.tree.map(merge, body_mixes(node.body, own)))
+  return jax.tree.map(lambda *x_ld: jnp.concatenate(x_ld, -2), *parts)
+
+
 def _layer(
   node: layout.Layer, inputs: tuple, stream: Residual, shared: Pass
 ) -> tuple[Residual, Aux, Any]:

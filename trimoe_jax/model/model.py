@@ -21,6 +21,7 @@ from trimoe_jax.model.block import (
   Aux,
   Pass,
   body_cache,
+  body_mixes,
   body_parameters,
   join,
   masked_mean,
@@ -265,6 +266,9 @@ def _one_block(run, inputs, sources, shared):
 def _block(run, inputs, sources, filled, shared):
   """The sum of one block that reads the first `filled` sources."""
   stream = Residual.start(sources, filled)
+  if shared.span is not None:
+    mixes = body_mixes(run.body, inputs[0])
+    stream = stream.in_two_phases(mixes, shared.config)
   stream, aux, cache = run_body(run.body, inputs, stream, shared)
   return stream.partial, aux, cache
 

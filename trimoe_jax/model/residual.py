@@ -4,7 +4,12 @@ Instead of adding to one stream, every sublayer reads a softmax mixture over
 depth: the sums of the finished blocks (the embedding is the first) and the
 running sum of its own block. Attention Residuals, arXiv 2603.15031, Eq. 5-6.
 
-Legend: m finished blocks, b batch, t time, d model width.
+A pass that continues a cache reads in two phases (Algorithm 1 there): once a
+block, all its sublayers against the finished blocks; then each sublayer merges
+its own unfinished mixture with the running sum.
+
+Legend: m finished blocks, l sublayers of a block, b batch, t time, d model
+width.
 """
 
 from __future__ import annotations
@@ -27,13 +32,16 @@ class Residual(struct.PyTreeNode):
 
   `blocks` [M, B, T, d] has room for M finished blocks, of which the first
   `filled` are real; `partial` [B, T, d] is the sum of the open block, which is
-  a source only once `is_open`.
+  a source only once `is_open`. With `phases`, unfinished mixtures (o [L, B, T,
+  d], m and l [L, B, T]) of the block's sublayers, of which `at` have run.
   """
 
   blocks: jax.Array
   partial: jax.Array
   filled: jax.Array
   is_open: jax.Array
+  phases: tuple[jax.Array, ...] | None = None
+  at: jax.Array | None = None
 
   @classmethod
   def start(cls, blocks_mbtd: jax.Array, filled) -> Residual:
@@ -47,7 +55,28 @@ class Residual(struct.PyTreeNode):
 
   def add(self, x_btd: jax.Array) -> Residual:
     """The state after a sublayer that returned `x_btd`."""
-    return self.replace(partial=self.partial + x_btd, is_open=jnp.asarray(True))
+    return self.replace(
+      partial=self.partial + x_btd,
+      is_open=jnp.asarray(True),
+      at=None if self.at is None else self.at + 1,
+    )
+
+  def in_two_phases(self, mixes: Table, config: ModelConfig) -> Residual:
+    """The state with phase one done for queries and gains [L, d] of `mixes`."""
+
+    def unfinished(blocks_mbtd, queries_ld, gains_ld, mask_m):
+      return attention_residual.phase_one(
+        blocks_mbtd, queries_ld, gains_ld, mask=mask_m, eps=config.norm_eps
+      )
+
+    unfinished = sharding.local(
+      unfinished,
+      inputs=(SOURCES, (), (), ()),
+      outputs=(SOURCES, SOURCES[:-1], SOURCES[:-1]),
+    )
+    is_filled_m = jnp.arange(self.blocks.shape[0]) < self.filled
+    phases = unfinished(self.blocks, mixes['query'], mixes['gain'], is_filled_m)
+    return self.replace(phases=phases, at=jnp.int32(0))
 
 
 def mix_parameters(config: ModelConfig) -> Table:
@@ -60,8 +89,13 @@ def mix_parameters(config: ModelConfig) -> Table:
 
 def read(
   params: Table, residual: Residual, config: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
-  """The mixture [B, T, d] a sublayer reads, and its weights [M + 1, B, T]."""
+) -> tuple[jax.Array, jax.Array | None]:
+  """The mixture [B, T, d] a sublayer reads, and its weights [M + 1, B, T].
+
+  In two phases there are no weights: None.
+  """
+  if residual.phases is not None:
+    return _merged(params, residual, config), None
   slots = residual.blocks.shape[0]
   mask_m = jnp.append(jnp.arange(slots) < residual.filled, residual.is_open)
 
@@ -83,6 +117,30 @@ def read(
   )
   return mix(
     residual.blocks, residual.partial, params['query'], params['gain'], mask_m
+  )
+
+
+def _merged(params, residual, config):
+  """Phase two: the next sublayer's mixture with the running sum."""
+  phase = jax.tree.map(
+    lambda x: jax.lax.dynamic_index_in_dim(x, residual.at, keepdims=False),
+    residual.phases,
+  )
+
+  def merge(phase, partial_btd, query_d, gain_d, is_open):
+    at_first = attention_residual.merge(phase, None, query_d, gain_d)
+    later = attention_residual.merge(
+      phase, partial_btd, query_d, gain_d, eps=config.norm_eps
+    )
+    return jnp.where(is_open, later, at_first.astype(later.dtype))
+
+  merge = sharding.local(
+    merge,
+    inputs=((STREAM, STREAM[:-1], STREAM[:-1]), STREAM, (), (), ()),
+    outputs=STREAM,
+  )
+  return merge(
+    phase, residual.partial, params['query'], params['gain'], residual.is_open
   )
 
 
