@@ -1,12 +1,19 @@
 """The decoding cache: one entry a layer, and where new tokens lie in it.
 
 A cache is a pytree: `layers` mirrors the parameter tree (KDA state and
-convolution tails, or MLA latents), `valid` [B, S] marks real tokens (left
-padding is not), `length` [] int32 counts the slots written.
+convolution tails, or MLA latents), `valid` [B, S] marks real tokens (padding is
+not), `length` [] int32 counts the slots written.
+
+Layers read what is there and return what is new; `Cache.extended` writes it
+once, at the end of a pass. So a scan over layers copies no entry, and a donated
+cache is updated in place.
+
+Legend: b batch, t new tokens, s slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +22,18 @@ from flax import struct
 
 from trimoe_jax import sharding
 
+# Axes of an entry, the batch first; stacked layers add axes before them.
+RANKS = {
+  'state': 4,
+  'query_tail': 4,
+  'key_tail': 4,
+  'value_tail': 4,
+  'latent': 3,
+  'keys': 4,
+  'values': 4,
+}
+SLOTTED = ('latent', 'keys', 'values')  # a slot a token, after the batch
+
 
 class Cache(struct.PyTreeNode):
   """All a continuation needs. `layers` is stacked like the parameters."""
@@ -22,6 +41,64 @@ class Cache(struct.PyTreeNode):
   layers: Any
   valid: jax.Array
   length: jax.Array
+
+  @property
+  def room(self) -> int:
+    """Slots, written or not."""
+    return self.valid.shape[1]
+
+  def map_layers(self, function: Callable[..., Any], *others: Any) -> Any:
+    """`layers` with function(name, axis, entry, ...) of every entry.
+
+    `axis` is that of the batch; `others` are trees like `layers`.
+    """
+
+    def call(path, x, *rest):
+      name = path[-1].key
+      return function(name, x.ndim - RANKS[name], x, *rest)
+
+    return jax.tree_util.tree_map_with_path(call, self.layers, *others)
+
+  def extended(self, new: Any, span: Span, time: int) -> Cache:
+    """The cache after `time` tokens of which the layers returned `new`."""
+
+    def write(name, axis, old, x):
+      if name not in SLOTTED:
+        return x
+      names = [None] * axis + ['batch'] + [None] * (x.ndim - axis - 1)
+      x = sharding.constrain(x.astype(old.dtype), *names)
+      return jax.lax.dynamic_update_slice_in_dim(old, x, span.start, axis + 1)
+
+    layers = self.map_layers(write, new)
+    return Cache(layers, span.valid, self.length + time)
+
+  def grown(self, room: int) -> Cache:
+    """The cache with slots for `room` tokens, at least those it has."""
+    more = room - self.room
+    if more <= 0:
+      return self
+
+    def grow(name, axis, x):
+      return _padded(x, axis + 1, more) if name in SLOTTED else x
+
+    return self.replace(
+      layers=self.map_layers(grow), valid=_padded(self.valid, 1, more)
+    )
+
+  def rows(self, row_b: jax.Array) -> Cache:
+    """A cache of the given rows, which may repeat; it shares no buffer."""
+    take = lambda x, axis: jnp.take(x, row_b, axis=axis)
+    return Cache(
+      layers=self.map_layers(lambda _, axis, x: take(x, axis)),
+      valid=take(self.valid, 0),
+      length=self.length + 0,
+    )
+
+
+def _padded(x, axis, more):
+  pads = [(0, 0)] * x.ndim
+  pads[axis] = (0, more)
+  return jnp.pad(x, pads)
 
 
 class Span(struct.PyTreeNode):
@@ -35,21 +112,3 @@ class Span(struct.PyTreeNode):
   start: jax.Array
   valid: jax.Array
   fresh: bool = struct.field(pytree_node=False, default=False)
-
-  def write(self, cache_bsr: jax.Array, new_btr: jax.Array) -> jax.Array:
-    """The cache with the new tokens at `start`."""
-    new_btr = sharding.constrain(new_btr, 'batch', None, None)
-    return jax.lax.dynamic_update_slice_in_dim(
-      cache_bsr, new_btr.astype(cache_bsr.dtype), self.start, 1
-    )
-
-  def visible(self, time: int) -> jax.Array:
-    """[B, T, S] bool: which slots each of `time` new tokens may look at.
-
-    A padding token looks at itself alone, so that its softmax is finite.
-    """
-    slot_s = jnp.arange(self.valid.shape[1])
-    query_t = self.start + jnp.arange(time)
-    causal_ts = slot_s[None] <= query_t[:, None]
-    itself_ts = slot_s[None] == query_t[:, None]
-    return (causal_ts & self.valid[:, None]) | itself_ts

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from trimoe_jax import sharding
-from trimoe_jax.config import ModelConfig
+from trimoe_jax.config import MlaConfig, ModelConfig
 from trimoe_jax.model.attention import causal_attention, fragment_attention
 from trimoe_jax.model.cache import Span
+from trimoe_jax.model.cached_attention import Form
+from trimoe_jax.model.cached_attention import attend as attend_cache
 from trimoe_jax.model.norm import rms_norm
 from trimoe_jax.model.parameters import (
   Parameter,
@@ -28,12 +30,10 @@ from trimoe_jax.model.parameters import (
 )
 from trimoe_jax.parallel import context
 
-CACHE_AXES = {
-  'latent': ('batch', None, None),
-  'shared': ('batch', None, None),
-}
+CACHE_AXES = {'latent': ('batch', None, None)}
 PER_HEAD = ('batch', 'seq', 'heads', None)
 TOKENS = ('batch', 'seq', None)
+_SPAN = Span(start=(), valid=('batch',))
 
 
 def mla_parameters(config: ModelConfig) -> Table:
@@ -71,25 +71,24 @@ def mla_layer(
     x_btd: normalized input [B, T, d].
     config: the model's.
     segment_ids: [B, T] int32, 0 for padding; documents are isolated.
-    cache: latent [B, S, r] and shared [B, S, e] of the tokens before; new
-      tokens are written at `span.start`.
+    cache: latent [B, S, r + e] of the tokens before, the shared slice last.
     span: where the new tokens lie in the cache; required with `cache`.
     split: the tokens lie over the context axis as `context.balance` puts them;
       without a cache.
 
   Returns:
-    [B, T, d], and the cache with the new tokens (None without a cache).
+    [B, T, d], and latent [B, T, r + e] of the new tokens for the cache, zero
+    for padding (None without a cache).
   """
   query_bthn = _queries(params, x_btd, config)
   latents = _latents(params, x_btd, config)
-  if cache is not None:
-    cache = _extended(cache, latents, segment_ids, span)
+  new = None if cache is None else _cached(latents, segment_ids)
   if split:
     out_bthv = _split(params, query_bthn, latents, config, segment_ids)
   elif cache is None or span.fresh:
     out_bthv = _expanded(params, query_bthn, latents, config, segment_ids)
   else:
-    out_bthv = _absorbed(params, query_bthn, cache, config, span)
+    out_bthv = _continued(params, query_bthn, (cache, new), config, span)
   gate_dhv = sharding.use(params['gate'], x_btd.dtype, 'embed', 'heads', None)
   gate_bthv = sharding.einsum('btd,dhv->bthv', x_btd, gate_dhv, out=PER_HEAD)
   wide = out_bthv.dtype
@@ -98,7 +97,7 @@ def mla_layer(
   y_btd = sharding.einsum(
     'bthv,hvd->btd', gated_bthv.astype(x_btd.dtype), out_hvd, out=TOKENS
   )
-  return y_btd, cache
+  return y_btd, new
 
 
 def _queries(params, x_btd, config):
@@ -121,16 +120,15 @@ def _latents(params, x_btd, config):
   return latent_btr, both_btr[..., rank:]
 
 
-def _extended(cache, latents, segment_ids, span):
-  """The cache with new latents; those of padding are zero.
+def _cached(latents, segment_ids):
+  """What the cache keeps of new tokens; zero for padding.
 
   A weight of zero alone would not silence a slot that is not finite.
   """
+  both_btr = jnp.concatenate(latents, -1)
   if segment_ids is not None:
-    real_bt = segment_ids > 0
-    latents = [jnp.where(real_bt[..., None], x_btr, 0) for x_btr in latents]
-  new = zip(('latent', 'shared'), latents)
-  return {name: span.write(cache[name], x_btr) for name, x_btr in new}
+    both_btr = jnp.where((segment_ids > 0)[..., None], both_btr, 0)
+  return {'latent': both_btr}
 
 
 def _expanded(params, query_bthn, latents, config, segment_ids):
@@ -210,43 +208,90 @@ def _keys_and_values(kv_bshn, shared_bse, c):
   return jnp.concatenate([key_bshn, shared_bshe], -1), value_bshv
 
 
-def _absorbed(params, query_bthn, cache, config, span):
-  """Attention in the latent space: the form for few queries and a cache.
+def _continued(params, query_bthn, rows, config, span):
+  """Attention over a cache: in the latent space where queries are few."""
+  c = config.mla
+  up_rhn = sharding.use(
+    params['kv_up'], query_bthn.dtype, 'rank', 'heads', None
+  )
+
+  def attend(query_bthn, up_rhn, rows, span):
+    form = _absorbed if absorbs(c, query_bthn.shape[1]) else _by_head
+    (form, finish), (cache, new) = form(query_bthn, up_rhn, c), rows
+    return finish(attend_cache(form, cache, new, span))
+
+  whole = ('batch', None, 'heads', None)
+  attend = sharding.local(
+    attend,
+    inputs=(whole, (None, 'heads'), ('batch',), _SPAN),
+    outputs=whole,
+  )
+  out_bthv = attend(query_bthn, up_rhn, rows, span)
+  return sharding.constrain(out_bthv, *PER_HEAD)
+
+
+def absorbs(c: MlaConfig, time: int) -> bool:
+  """Whether `time` queries cost less over latents than over keys and values.
+
+  Multiplications for each head and slot, the expansion included.
+  """
+  over_latents = time * (2 * c.kv_rank + c.shared_dim)
+  by_head = time * (c.query_dim + c.value_dim)
+  expansion = c.kv_rank * (c.nope_dim + c.value_dim)
+  return over_latents <= by_head + expansion
+
+
+def _absorbed(query_bthn, up_rhn, c):
+  """The form over latents.
 
   score = (W_uk^T q) . latent + q_shared . shared; the value projection is
   applied once to the weighted latent.
   """
-  up_rhn = sharding.use(
-    params['kv_up'], query_bthn.dtype, 'rank', 'heads', None
-  )
-  whole = ('batch', None, 'heads', None)
-  attend = sharding.local(
-    lambda *args: _attend_latents(*args, config=config),
-    inputs=(whole, (None, 'heads'), ('batch',), ('batch',)),
-    outputs=whole,
-  )
-  visible_bts = span.visible(query_bthn.shape[1])
-  out_bthv = attend(query_bthn, up_rhn, cache, visible_bts)
-  return sharding.constrain(out_bthv, *PER_HEAD)
-
-
-def _attend_latents(query_bthn, up_rhn, cache, visible_bts, *, config):
-  """Attention of one device's sequences and heads over the latents."""
-  c, dtype = config.mla, query_bthn.dtype
-  wide = jnp.promote_types(dtype, jnp.float32)
-  einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
-  latent_bsr, shared_bse = cache['latent'], cache['shared']
+  dtype, einsum = query_bthn.dtype, _wide_einsum(query_bthn)
   key_rhn, value_rhv = jnp.split(up_rhn, [c.nope_dim], -1)
   nope_bthn, shared_bthe = jnp.split(query_bthn, [c.nope_dim], -1)
   query_bthr = einsum('bthn,rhn->bthr', nope_bthn, key_rhn).astype(dtype)
-  score_bhts = einsum('bthr,bsr->bhts', query_bthr, latent_bsr)
-  score_bhts += einsum('bthe,bse->bhts', shared_bthe, shared_bse)
-  score_bhts = jnp.where(
-    visible_bts[:, None], score_bhts * c.query_dim**-0.5, -jnp.inf
-  )
-  weight_bhts = jax.nn.softmax(score_bhts, -1).astype(dtype)
-  mixed_bthr = einsum('bhts,bsr->bthr', weight_bhts, latent_bsr).astype(dtype)
-  return einsum('bthr,rhv->bthv', mixed_bthr, value_rhv)
+  query_bthr = jnp.concatenate([query_bthr, shared_bthe], -1)
+
+  def score(rows):
+    scale = c.query_dim**-0.5
+    return scale * einsum('bthr,bsr->bhts', query_bthr, rows['latent'])
+
+  def mix(p_bhts, rows):
+    return einsum('bhts,bsr->bhtr', p_bhts.astype(dtype), rows['latent'])
+
+  def finish(mixed_bhtr):
+    mixed_bhtr = mixed_bhtr[..., : c.kv_rank].astype(dtype)
+    return einsum('bhtr,rhv->bthv', mixed_bhtr, value_rhv)
+
+  return Form(score, mix), finish
+
+
+def _by_head(query_bthn, up_rhn, c):
+  """The form over keys and values of each head, made a block at a time."""
+  dtype, einsum = query_bthn.dtype, _wide_einsum(query_bthn)
+  key_rhn, value_rhv = jnp.split(up_rhn, [c.nope_dim], -1)
+
+  def score(rows):
+    latent_bsr, shared_bse = jnp.split(rows['latent'], [c.kv_rank], -1)
+    key_bshn = jnp.einsum('bsr,rhn->bshn', latent_bsr, key_rhn)
+    shared_bshe = jnp.broadcast_to(
+      shared_bse[:, :, None], (*key_bshn.shape[:3], c.shared_dim)
+    )
+    key_bshn = jnp.concatenate([key_bshn, shared_bshe], -1)
+    return c.query_dim**-0.5 * einsum('bthn,bshn->bhts', query_bthn, key_bshn)
+
+  def mix(p_bhts, rows):
+    latent_bsr = rows['latent'][..., : c.kv_rank]
+    value_bshv = jnp.einsum('bsr,rhv->bshv', latent_bsr, value_rhv)
+    return einsum('bhts,bshv->bhtv', p_bhts.astype(dtype), value_bshv)
+
+  return Form(score, mix), lambda out_bhtv: out_bhtv.swapaxes(1, 2)
+
+
+def _wide_einsum(x):
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  return functools.partial(jnp.einsum, preferred_element_type=wide)
 
 
 def mla_cache(
@@ -254,13 +299,8 @@ def mla_cache(
 ) -> dict[str, jax.Array]:
   """The empty cache of one layer: r + e numbers for each of `length` tokens."""
   c, dtype = config.mla, jnp.dtype(config.dtype)
-  widths = {'latent': c.kv_rank, 'shared': c.shared_dim}
-  return {
-    name: sharding.constrain(
-      jnp.zeros((batch, length, width), dtype), *CACHE_AXES[name]
-    )
-    for name, width in widths.items()
-  }
+  latent = jnp.zeros((batch, length, c.kv_rank + c.shared_dim), dtype)
+  return {'latent': sharding.constrain(latent, *CACHE_AXES['latent'])}
 
 
 class Mla(nn.Module):

@@ -188,11 +188,12 @@ class Model(nn.Module):
       mask=valid,
       span=span,
     )
-    h_btd, _, layers = self._forward(tokens, router, shared, cache.layers)
-    length = cache.length + tokens.shape[1]
+    h_btd, _, new = self._forward(tokens, router, shared, cache.layers)
+    # Nothing is written before everything is read, so no entry is copied.
+    h_btd, new = jax.lax.optimization_barrier((h_btd, new))
     if last:
       h_btd = h_btd[:, -1:]
-    return self.logits(h_btd), Cache(layers, span.valid, length)
+    return self.logits(h_btd), cache.extended(new, span, tokens.shape[1])
 
   def logits(self, h_btd: jax.Array) -> jax.Array:
     """The head: [B, T, d] to [B, T, a] float32."""
