@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention_residual import reference, xla
+from pallas_kernels.attention_residual import mosaic_gpu, reference, xla
 
-_CANDIDATES = (('xla', None), ('reference', None))
+_KERNELS = {'mosaic_gpu': mosaic_gpu}
 
 
 def mix(
@@ -45,7 +45,8 @@ def mix(
       When every source is False the output is zero.
     eps: added to the mean square under the root.
     return_weights: also return the weights.
-    implementation: 'xla', 'reference', or None for the best on this device.
+    implementation: 'mosaic_gpu', 'xla', 'reference', or None for the best on
+      this device.
 
   Returns:
     out [..., D] in the dtype of `sources`; scores, softmax and sums are
@@ -54,11 +55,17 @@ def mix(
   Raises:
     ValueError: shapes do not fit together.
     TypeError: `mask` is not boolean.
+    NotImplementedError: `implementation` does not run on this device.
   """
   _check(sources, query, gain, partial, mask)
-  name = dispatch.choose('attention_residual', implementation, _CANDIDATES)
-  if name == 'xla':
-    out, weights = xla.mix((sources, partial, query, gain), mask, eps)
+  candidates = [
+    (name, kernel.refusal(sources, query)) for name, kernel in _KERNELS.items()
+  ]
+  candidates += [('xla', None), ('reference', None)]
+  name = dispatch.choose('attention_residual', implementation, candidates)
+  if name != 'reference':
+    run = _KERNELS.get(name, xla).mix
+    out, weights = run((sources, partial, query, gain), mask, eps)
   else:
     out, weights = reference.mix(
       sources, query, gain, partial_d=partial, mask_m=mask, eps=eps

@@ -301,12 +301,16 @@ class BenchTest(absltest.TestCase):
   def test_rows_name_pass_and_ratio(self):
     specs = [arg_specs.ArgSpec('small', 2, (64,), 32, masked=(0,))]
     rows = bench.run(specs, repeats=1, bandwidth=1e9)
-    self.assertEqual([row['pass'] for row in rows], ['forward', 'gradient'])
+    passes = ['forward', 'backward', 'gradient']
+    self.assertEqual([row['pass'] for row in rows[::2]], passes)
+    self.assertEqual([row['by'] for row in rows], ['ours', 'reference'] * 3)
     for row in rows:
       self.assertGreater(row['peer_ratio'], 0)
     # Three bfloat16 sources and one output; then both directions again.
-    self.assertEqual(bench.traffic(specs[0], 'forward'), 4 * 64 * 32 * 2)
-    self.assertEqual(bench.traffic(specs[0], 'gradient'), 11 * 64 * 32 * 2)
+    row = 64 * 32 * 2
+    self.assertEqual(bench.traffic(specs[0], 'forward'), 4 * row)
+    self.assertEqual(bench.traffic(specs[0], 'backward'), 7 * row)
+    self.assertEqual(bench.traffic(specs[0], 'gradient'), 11 * row)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,262 @@
+"""The depth mix and its derivative on Hopper GPUs, in Pallas Mosaic GPU.
+
+Each pass reads the sources once; between them only three float32 numbers a
+token and source are kept: the reciprocal RMS, the logit and the weight. The
+kernels are in `mosaic_gpu_kernel`; masked sources are neither read nor used.
+
+Suffixes: m residual sources, t tokens, d width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention_residual import mosaic_gpu_kernel as body
+from pallas_kernels.attention_residual import xla
+from pallas_kernels.attention_residual.mosaic_gpu_kernel import Arrays, Plan
+from pallas_kernels.kda import mosaic_gpu_warp as warp
+
+_HOPPER = ('H100', 'H200', 'H800', 'H20')
+_PROCESSORS = 132
+_SHARED_BYTES = 225 * 1024  # of a multiprocessor, for all its blocks
+_BLOCK_BYTES = 1024  # that every block costs beside what it asks for
+_MOST_WARPS = 15
+_MOST_UNITS = 4
+_GROUP = 4  # warps of a warpgroup
+
+
+def refusal(sources, query) -> str | None:
+  """Why the kernels cannot run the arguments on this device, or None."""
+  kind = dispatch.device_kind()
+  if kind == 'gpu':
+    kind = jax.devices()[0].device_kind
+  if not any(name in kind for name in _HOPPER):
+    return f'the Hopper kernels need an H100 or H200, this is {kind}'
+  return unsupported(sources, query)
+
+
+def unsupported(sources, query) -> str | None:
+  """Why no Hopper GPU can run these arguments, or None."""
+  if sources.dtype not in (jnp.float32, jnp.bfloat16):
+    return f'the Hopper kernels take float32 and bfloat16, not {sources.dtype}'
+  if query.dtype == jnp.float64:
+    return 'the Hopper kernels take a float32 query, not float64'
+  if sources.shape[0] >= body.MOST_SOURCES:
+    return (
+      f'the Hopper kernels take up to {body.MOST_SOURCES - 1} sources, not '
+      f'{sources.shape[0]}'
+    )
+  width = sources.shape[-1]
+  if _warps(width, str(sources.dtype)) is None:
+    unit = body.LANES * body.UNIT_BYTES // sources.dtype.itemsize
+    return (
+      f'the Hopper kernels take multiples of {unit} as width of '
+      f'{sources.dtype}, with a factor up to {_MOST_WARPS}, not {width}'
+    )
+  tokens = math.prod(sources.shape[1:-1])
+  if not 0 < tokens * sources.shape[0] < 2**31 - 2**16:
+    return f'the Hopper kernels cannot index {tokens} tokens'
+  return None
+
+
+def _warps(width: int, dtype: str) -> int | None:
+  """Consuming warps for a row: as many as divide it, few units a thread."""
+  unit = body.LANES * body.UNIT_BYTES // jnp.dtype(dtype).itemsize
+  if width == 0 or width % unit:
+    return None
+  units = width // unit
+  fits = [
+    n
+    for n in range(1, _MOST_WARPS + 1)
+    if units % n == 0 and units // n <= _MOST_UNITS
+  ]
+  return max(fits, default=None)
+
+
+def plan_of(
+  shape: tuple[int, int, int], dtype: str, partial: bool, *, eps, extra: int
+) -> Plan:
+  """The static choices.
+
+  Args:
+    shape: [M, T, D] of the finished sources.
+    extra: rows a token has besides its sources.
+  """
+  finished, tokens, width = shape
+  warps = _warps(width, dtype)
+  together = max(1, min(8, _MOST_WARPS // (warps + 1)))
+  row = width * jnp.dtype(dtype).itemsize
+  scratch = 4 * 4 * warps * body.LANES
+  room = _SHARED_BYTES // together - _BLOCK_BYTES - scratch
+  slots = min(room // (row + 16), 64)
+  return Plan(
+    tokens=tokens,
+    width=width,
+    dtype=dtype,
+    finished=finished,
+    count=finished + partial,
+    eps=eps,
+    blocks=min(tokens, _PROCESSORS * together),
+    warps=warps,
+    slots=slots,
+    extra=extra,
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def mix(arrays, mask_m, eps):
+  """The mix and its weights; arguments as of `xla.mix`."""
+  return _forward(arrays, mask_m, eps)[0]
+
+
+def _flat(x, axes: int):
+  """`x` with its token axes, those after the first `axes`, as one."""
+  return x.reshape(*x.shape[:axes], -1, x.shape[-1])
+
+
+def _order(mask_m, count: int):
+  """(indices of the sources, live ones first, and how many live) int32."""
+  if mask_m is None:
+    return jnp.arange(count, dtype=jnp.int32), jnp.full(1, count, jnp.int32)
+  order_m = jnp.argsort(~mask_m, stable=True).astype(jnp.int32)
+  return order_m, jnp.sum(mask_m, dtype=jnp.int32)[None]
+
+
+def _inputs(arrays, mask_m) -> dict[str, jax.Array]:
+  """What both kernels read, by name."""
+  sources, partial, query_d, gain_d = arrays
+  count = sources.shape[0] + (partial is not None)
+  order_m, live = _order(mask_m, count)
+  read = dict(sources=_flat(sources, 1))
+  if partial is not None:
+    read['partial'] = _flat(partial, 0).astype(sources.dtype)
+  w_d = (xla.widened(query_d) * xla.widened(gain_d)).astype(jnp.float32)
+  return read | dict(w=w_d, order=order_m, live=live)
+
+
+def _forward(arrays, mask_m, eps):
+  sources = arrays[0]
+  read = _inputs(arrays, mask_m)
+  plan = plan_of(
+    read['sources'].shape,
+    str(sources.dtype),
+    'partial' in read,
+    eps=eps,
+    extra=0,
+  )
+  scalar = jax.ShapeDtypeStruct((plan.count, plan.tokens), jnp.float32)
+  out = jax.ShapeDtypeStruct((plan.tokens, plan.width), sources.dtype)
+  written = dict(out=out, rstd=scalar, logits=scalar, weights=scalar)
+
+  def consume(block, at):
+    body.forward(block, at['w'], at)
+
+  results = _launch('depth_mix', plan, read, written, consume)
+  results = {n: _vary_like(sources, x) for n, x in results.items()}
+  tokens = sources.shape[1:-1]
+  out = results['out'].reshape(sources.shape[1:])
+  weights = results['weights'].reshape(plan.count, *tokens)
+  saved = {n: results[n] for n in ('rstd', 'logits', 'weights')}
+  return (out, weights), (arrays, mask_m, saved)
+
+
+def _backward(eps, saved, cotangents):
+  arrays, mask_m, scalars = saved
+  sources, partial, query_d, gain_d = arrays
+  do, d_weights = cotangents
+  read = _inputs(arrays, mask_m) | scalars
+  plan = plan_of(
+    read['sources'].shape,
+    str(sources.dtype),
+    'partial' in read,
+    eps=eps,
+    extra=1,
+  )
+  read['do'] = _flat(do, 0).astype(sources.dtype)
+  read['d_weights'] = d_weights.reshape(plan.count, -1).astype(jnp.float32)
+  shape = jax.ShapeDtypeStruct
+  written = dict(d_sources=shape(read['sources'].shape, sources.dtype))
+  if partial is not None:
+    written['d_partial'] = shape(read['partial'].shape, sources.dtype)
+  written['d_w'] = shape((plan.blocks, plan.width), jnp.float32)
+
+  def consume(block, at):
+    d_rows = Arrays(at['d_sources'], at.get('d_partial'))
+    body.backward(block, at, d_rows, at['d_w'])
+
+  results = _launch('depth_mix_gradient', plan, read, written, consume)
+  results = {n: _vary_like(sources, x) for n, x in results.items()}
+  d_partial = None
+  if partial is not None:
+    d_partial = results['d_partial'].reshape(partial.shape)
+    d_partial = d_partial.astype(partial.dtype)
+  dw_d = jnp.sum(results['d_w'], axis=0)
+  d_query = (dw_d * gain_d).astype(query_d.dtype)
+  d_gain = (dw_d * query_d).astype(gain_d.dtype)
+  d_sources = results['d_sources'].reshape(sources.shape)
+  return (d_sources, d_partial, d_query, d_gain), None
+
+
+mix.defvjp(_forward, _backward)
+
+
+def _launch(name: str, plan: Plan, read: dict, written: dict, consume):
+  """The arrays that `consume(block, addresses by name)` writes, by name."""
+  names = (*read, *written)
+  plain = plgpu.RefType()
+
+  def kernel_body(*refs):
+    @plgpu.inline_mgpu(arg_types=(plain,) * len(refs))
+    def emit(ctx, *refs):
+      del ctx
+      *outer, rows, barriers, scratch = refs
+      at = {n: warp.global_address(r) for n, r in zip(names, outer)}
+      shared = [warp.shared_address(r) for r in (rows, barriers, scratch)]
+      sources = Arrays(at['sources'], at.get('partial'))
+      extra = [at['do']] if 'do' in at else []
+      body.run(
+        plan,
+        at,
+        shared,
+        lambda block: consume(block, at),
+        (sources, extra),
+      )
+
+    emit(*refs)
+
+  kernel = plgpu.kernel(
+    kernel_body,
+    out_type=tuple(written.values()),
+    grid=(plan.blocks,),
+    grid_names=('block',),
+    num_threads=-(-(plan.warps + 1) // _GROUP),
+    thread_name='group',
+    kernel_name=name,
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Lane,
+      reduction_scratch_bytes=0,
+      unsafe_no_auto_barriers=True,
+    ),
+    scratch_types=[
+      plgpu.SMEM((plan.slots, plan.row_bytes // 4), jnp.int32),
+      plgpu.SMEM((4 * plan.slots,), jnp.int32),
+      plgpu.SMEM((plan.scratch_words,), jnp.float32),
+    ],
+  )
+  return dict(zip(written, kernel(*read.values())))
+
+
+def _vary_like(given, x):
+  """x marked as different on every device where `given` is.
+
+  Kernels lose that mark, which `shard_map` checks.
+  """
+  varying = lambda y: jax.typeof(y).manual_axis_type.varying
+  missing = tuple(sorted(varying(given) - varying(x)))
+  return jax.lax.pcast(x, missing, to='varying') if missing else x
