@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from trimoe_jax.data.sources import DataConfig
 from trimoe_jax.data.stages import StageConfig
+from trimoe_jax.model.vision_config import VisionConfig
 from trimoe_jax.optim.config import OptimConfig
 
 Remat = Literal['none', 'block', 'full']
@@ -144,7 +145,7 @@ class RouterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """The text model. Layer numbers in `mla_layers` are 1-based, as released."""
+  """The model. Layer numbers in `mla_layers` are 1-based, as released."""
 
   vocab_size: int = 512
   width: int = 128
@@ -164,6 +165,7 @@ class ModelConfig:
   mla: MlaConfig = dataclasses.field(default_factory=MlaConfig)
   moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
   router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
+  vision: VisionConfig | None = None  # None: text only
 
   def __post_init__(self):
     wrong = [i for i in self.mla_layers if not 1 <= i <= self.layers]

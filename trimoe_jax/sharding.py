@@ -35,6 +35,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
   'hidden': ('tensor',),
   'vocab': ('tensor',),
   'experts': ('expert',),
+  'tower_heads': ('tensor',),
   # parameters, fully sharded (ZeRO-3); context ranks are data-parallel here,
   # and stages of a pipeline exchange for a step what they hold between steps
   'embed': ('data', 'context', 'pipe'),
@@ -44,6 +45,9 @@ RULES: dict[str | None, tuple[str, ...]] = {
   'layers': (),
 }
 FULLY_SHARDED = ('embed', 'latent', 'rank')
+# The vision tower's heads are few (12 in K3): every rank of a tensor axis that
+# does not divide them has them all.
+OPTIONAL = ('tower_heads',)
 Names = Sequence[str | None]
 
 
@@ -123,8 +127,8 @@ def spec(names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
 
   Args:
     names: a logical name, or None, for each axis.
-    shape: with it, names in FULLY_SHARDED drop mesh axes that do not divide,
-      and any other indivisible axis raises ValueError.
+    shape: with it, names in FULLY_SHARDED or OPTIONAL drop mesh axes that do
+      not divide, and any other indivisible axis raises ValueError.
   """
   mesh = jax.sharding.get_abstract_mesh()
   parts = []
@@ -141,7 +145,7 @@ def _fitting(name, axes, size, mesh):
   full = axes
   while axes and size % math.prod(mesh.shape[a] for a in axes):
     axes = axes[:-1]
-  if axes != full and name not in FULLY_SHARDED:
+  if axes != full and name not in (*FULLY_SHARDED, *OPTIONAL):
     ways = math.prod(mesh.shape[a] for a in full)
     raise ValueError(
       f'{name}={size} is not divisible by the mesh axes {full} ({ways}); '

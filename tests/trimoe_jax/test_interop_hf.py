@@ -26,6 +26,7 @@ from trimoe_jax.config import (
 from trimoe_jax.interop import hf, hf_config, hf_names, mxfp4, shards
 from trimoe_jax.model.model import model_parameters
 from trimoe_jax.model.parameters import map_table
+from trimoe_jax.model.vision_config import VisionConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'tiny_checkpoint'
 LAYER = 'language_model.model.layers.'
@@ -122,6 +123,16 @@ def test_golden_config_is_read():
       value_dim=16,
     ),
     moe=MoeConfig(experts=12, top_k=3, shared_experts=2, hidden=32, latent=32),
+    vision=VisionConfig(
+      width=32,
+      layers=3,
+      heads=3,
+      head_dim=16,
+      hidden=64,
+      rows=6,
+      columns=6,
+      placeholder=99,
+    ),
   )
 
 
@@ -208,13 +219,12 @@ def test_round_trip_is_bitwise(loaded, raw, tmp_path, pack):
   index = json.loads((tmp_path / shards.INDEX).read_text())
   assert index['metadata']['total_size'] == total
   assert index['weight_map'].keys() == written.keys()
-  text = {n: x for n, x in raw.items() if n.startswith(hf_names.TEXT)}
   if pack:
-    assert written.keys() == text.keys()
-  for name in written.keys() & text.keys():
+    assert written.keys() == raw.keys()
+  for name in written.keys() & raw.keys():
     if not name.endswith(('_packed', '_scale')):
-      assert written[name].dtype == text[name].dtype
-      assert written[name].tobytes() == text[name].tobytes(), name
+      assert written[name].dtype == raw[name].dtype
+      assert written[name].tobytes() == raw[name].tobytes(), name
 
 
 def test_written_config_agrees_with_the_released_one(loaded, tmp_path):

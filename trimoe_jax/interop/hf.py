@@ -4,7 +4,8 @@ A folder holds config.json, safetensors shards and their index. Text tensors
 carry the prefix `language_model.` and PyTorch's [out, in] convention; routed
 experts may be packed as MXFP4; `A_log` is padded to the head dimension; short
 convolutions, the KDA output norm, A_log, dt_bias and the routers' correction
-bias are float32 and the rest bfloat16. The vision tower is not read.
+bias are float32 and the rest bfloat16. Images' tensors have the prefixes
+`vision_tower.` and `mm_projector.`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from trimoe_jax.config import ModelConfig
 from trimoe_jax.interop import hf_config, hf_names, mxfp4, shards
@@ -32,7 +32,7 @@ _SHOWN = 20  # problems listed in one message
 
 
 class Checkpoint(NamedTuple):
-  """A text model.
+  """A model.
 
   Attributes:
     config: what the released config.json says; fields about how to compute
@@ -49,11 +49,11 @@ class Checkpoint(NamedTuple):
 def load(
   directory: str | pathlib.Path, *, dtype: str = 'float32'
 ) -> Checkpoint:
-  """The text model of a folder in the released layout.
+  """The model of a folder in the released layout.
 
   Every shape is checked before any data is read. Tensors are then read one at
   a time into their place in the stacked parameters, so that beside the result
-  only one tensor is held. Vision tensors are counted in the log and skipped.
+  only one tensor is held.
 
   Args:
     directory: holds config.json, the index and the shards.
@@ -199,20 +199,16 @@ def _leaf(tree: Any, path: tuple[str, ...]) -> Any:
 
 def _check(directory, reader, expected):
   """Raises ValueError naming every tensor that does not fit."""
-  problems, seen = [], set()
-  skipped = 0
+  problems = []
   for name, shape, problem in reader.headers():
     if problem:
       problems.append(problem)
-    elif name.startswith(hf_names.VISION):
-      skipped += 1
     else:
       wanted = _wanted_shape(name, expected)
       if wanted is None:
         problems.append(f'{name} has no place in this model')
       elif shape != wanted:
         problems.append(f'{name} has shape {shape}, expected {wanted}')
-      seen.add(name)
   for tensor in expected.values():
     packed = {tensor.name + part for part in _PARTS}
     if tensor.name in reader.files or (
@@ -230,12 +226,10 @@ def _check(directory, reader, expected):
       f'{directory} does not fit its config.json ({len(problems)} problems):'
       + ''.join(f'\n  {line}' for line in problems[:_SHOWN] + tail)
     )
-  if skipped:
-    logging.info('%s: skipped %d vision tensors', directory, skipped)
 
 
 def _wanted_shape(name, expected) -> tuple[int, ...] | None:
-  """The shape of a text tensor, plain or one part of a packed expert."""
+  """The shape of a tensor, plain or one part of a packed expert."""
   if name in expected:
     return expected[name].stored
   for part, inputs in zip(_PARTS, (2, mxfp4.BLOCK)):

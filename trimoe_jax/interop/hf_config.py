@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from trimoe_jax.config import ModelConfig, from_dict
+from trimoe_jax.interop import hf_vision
 
 FILE = 'config.json'
 _PACKED = {
@@ -113,7 +115,9 @@ def from_released(released: Mapping[str, Any]) -> ModelConfig:
         *group, name = field.split('.')
         part = nested.setdefault(group[0], {}) if group else nested
         part[name] = source[key]
-  return from_dict(ModelConfig, nested)
+  config = from_dict(ModelConfig, nested)
+  vision = hf_vision.from_released(released)
+  return dataclasses.replace(config, vision=vision)
 
 
 def _refuse_other_structure(released, text, linear):
@@ -155,8 +159,8 @@ def to_released(config: ModelConfig, *, packed: bool) -> dict[str, Any]:
   """The parsed config.json of a ModelConfig.
 
   Holds what follows from ModelConfig. Token ids and max_position_embeddings
-  belong to a tokenizer and a training run and are left out, and so is
-  vision_config.
+  belong to a tokenizer and a training run and are left out, but for the
+  placeholder of images.
 
   Raises:
     ValueError: a field has a value that the released layout cannot express.
@@ -177,6 +181,7 @@ def to_released(config: ModelConfig, *, packed: bool) -> dict[str, Any]:
     'architectures': ['KimiK3ForConditionalGeneration'],
     'model_type': 'kimi_k3',
     'text_config': text,
+    **hf_vision.to_released(config),
   }
   return released | ({'quantization_config': _PACKED} if packed else {})
 

@@ -1,4 +1,4 @@
-"""Every text tensor of the released layout and the parameter it belongs to.
+"""Every tensor of the released layout and the parameter it belongs to.
 
 The released files keep PyTorch's [out, in] matrices with heads flattened into
 one axis, a file entry for each expert, and layers numbered from 0.
@@ -8,66 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
-
-import numpy as np
 
 from trimoe_jax.config import ModelConfig
+from trimoe_jax.interop import hf_vision
+from trimoe_jax.interop.hf_tensor import Form, Tensor
 from trimoe_jax.model import layout
 from trimoe_jax.model.block import layer_parameters
 from trimoe_jax.model.model import model_parameters
 
 TEXT = 'language_model.'
-VISION = ('vision_tower.', 'mm_projector.')
-
-# How a tensor is stored: a matrix [out, in] of which the parameter's first one
-# or two axes are the input; its axes flattened; [1, d]; a convolution
-# [channels, 1, taps]; unchanged; or zero-padded to the head dimension.
-Form = Literal['in_1', 'in_2', 'flat', 'row', 'conv', 'same', 'padded']
-Shape = tuple[int, ...]
-
-
-class Tensor(NamedTuple):
-  """One released tensor.
-
-  Attributes:
-    name: in the files, with its prefix; a packed expert stores two tensors,
-      `name + '_packed'` and `name + '_scale'`.
-    path: keys into {'params': ..., 'router': {'bias': ...}}.
-    index: leading indices into that leaf (stacked layers, the expert).
-    local: shape of the indexed part.
-    stored: shape in the files when it is not packed.
-    form: how the two are related.
-    wide: whether the released file keeps it in float32.
-  """
-
-  name: str
-  path: tuple[str, ...]
-  index: tuple[int, ...]
-  local: Shape
-  stored: Shape
-  form: Form
-  wide: bool = False
-
-  @property
-  def is_expert(self) -> bool:
-    return 'experts' in self.path
-
-  def to_parameter(self, stored: np.ndarray) -> np.ndarray:
-    """The parameter's values from the file's."""
-    if self.form == 'padded':
-      return stored[: self.local[0]]
-    matrix = stored.T if self.form in ('in_1', 'in_2') else stored
-    return matrix.reshape(self.local)
-
-  def to_stored(self, local: np.ndarray) -> np.ndarray:
-    """The file's values from the parameter's."""
-    if self.form == 'padded':
-      return np.pad(local, (0, self.stored[0] - self.local[0]))
-    if self.form in ('in_1', 'in_2'):
-      return local.reshape(self.stored[::-1]).T
-    return local.reshape(self.stored)
-
 
 # Name -> (parameter, form). Names of layers are relative to `layers.L.`.
 _TOP: dict[str, tuple[str, Form]] = {
@@ -134,7 +83,7 @@ WIDE = ('query_conv', 'key_conv', 'value_conv', 'out_norm', 'a_log', 'dt_bias')
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
-  """Every text tensor of a checkpoint with this configuration, in file order.
+  """Every tensor of a checkpoint with this configuration, in file order.
 
   Layer 0's attention mix is among them although nothing reads it: there is one
   source to mix.
@@ -161,6 +110,7 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
         wide=True,
       )
       moe_layer += 1
+  yield from hf_vision.tensors(config)
 
 
 def _layer(config, node, prefix, path, index) -> Iterator[Tensor]:

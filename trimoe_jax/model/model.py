@@ -1,13 +1,13 @@
-"""The whole text model: embedding, residual blocks, output mix, head.
+"""The whole model: embedding, residual blocks, output mix, head.
 
-Legend: b batch, t time, d model width, a vocabulary, m residual sources.
+Legend: b batch, t time, d model width, a vocabulary, m residual sources, j
+tokens made of images.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -31,6 +31,13 @@ from trimoe_jax.model.block import (
   unstack,
 )
 from trimoe_jax.model.cache import Cache, Span
+from trimoe_jax.model.embedding import (
+  Inserts,
+  embed,
+  expand,
+  insert_features,
+)
+from trimoe_jax.model.media import Media
 from trimoe_jax.model.norm import rms_norm
 from trimoe_jax.model.parameters import (
   Parameter,
@@ -42,11 +49,13 @@ from trimoe_jax.model.parameters import (
   stack,
 )
 from trimoe_jax.model.residual import Residual
+from trimoe_jax.model.vision import image_features, vision_parameters
+from trimoe_jax.model.vision_config import VisionConfig
 from trimoe_jax.parallel import context
 
 
 def model_parameters(config: ModelConfig) -> Table:
-  """Every parameter of the text model. Router biases are state, not here."""
+  """Every parameter of the model. Router biases are state, not here."""
   init = normal(config.init_std)
   a, d = config.vocab_size, config.width
   table = {
@@ -58,28 +67,37 @@ def model_parameters(config: ModelConfig) -> Table:
   for run in layout.block_runs(config):
     body = body_parameters(config, run.body)
     table[run.name] = stack(body, run.count) if run.count > 1 else body
+  if config.vision is not None:
+    table['vision'] = vision_parameters(config)
   return table
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
-  """`active` leaves out unrouted experts and the embedding's look-up."""
+  """`total` and `active` are the text model's, `vision` what comes on top.
+
+  `active` leaves out unrouted experts and the embedding's look-up.
+  """
 
   total: int
   active: int
+  vision: int = 0
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
   """Total and active parameters from shapes alone, router biases included."""
   c = config.moe
-  total = size(model_parameters(config)) + config.moe_layers * c.experts
+  table = model_parameters(config)
+  vision = size(table.pop('vision', {}))
+  total = size(table) + config.moe_layers * c.experts
   expert = 3 * c.latent * c.hidden
   idle = config.moe_layers * (c.experts - c.top_k) * expert
-  return ParameterCount(total, total - idle - config.vocab_size * config.width)
+  active = total - idle - config.vocab_size * config.width
+  return ParameterCount(total, active, vision)
 
 
 class Model(nn.Module):
-  """K3's text model.
+  """K3's model, with a vision tower where the configuration has one.
 
   `apply({'params': params}, tokens, router=state)` gives logits;
   `method='hidden'` stops before the head, for chunked losses;
@@ -96,28 +114,49 @@ class Model(nn.Module):
     self,
     tokens: jax.Array,
     router: router.RouterState | None = None,
-    images: Any = None,
+    images: Media | None = None,
     segment_ids: jax.Array | None = None,
+    *,
+    length: int | None = None,
   ) -> jax.Array:
-    """Next-token logits [B, T, a] float32 of tokens [B, T] int32.
+    """Next-token logits [B, T, a] float32 of tokens [B, S] int32.
 
     Args:
-      tokens: token ids.
+      tokens: token ids. With images, one placeholder for each medium, which
+        becomes as many places as the medium has tokens (h w / 4): T > S.
       router: the router's state; None stands for zero biases.
-      images: not supported by the text model.
-      segment_ids: [B, T] int32; documents 1, 2, ... are isolated from each
+      images: the media of every row, in the order of their placeholders.
+      segment_ids: [B, S] int32; documents 1, 2, ... are isolated from each
         other, 0 is padding.
+      length: T with images; what does not fit is cut off, places left over are
+        padding at the end. None: room for a whole row of patches.
 
     Raises:
-      NotImplementedError: `images` is given.
+      ValueError: images for a model without a vision tower.
     """
     if images is not None:
-      raise NotImplementedError(
-        'images were given, but this model has no vision tower; leave images '
-        'at None and describe them as text.'
+      tokens, segment_ids = expand(
+        tokens, images, segment_ids, vision=self._vision(), length=length
       )
-    h_btd, _ = self.hidden(tokens, router, segment_ids)
+    h_btd, _ = self.hidden(tokens, router, segment_ids, images=images)
     return self.logits(h_btd)
+
+  def image_features(self, images: Media) -> jax.Array:
+    """The rows that placeholders become, [B, P / 4, d]; see `vision.py`.
+
+    Raises:
+      ValueError: the model has no vision tower.
+    """
+    self._vision()
+    return image_features(self.params['vision'], images, self.config)
+
+  def _vision(self) -> VisionConfig:
+    if self.config.vision is None:
+      raise ValueError(
+        'images were given, but this model has no vision tower; set '
+        'model.vision, or leave images at None and describe them as text.'
+      )
+    return self.config.vision
 
   def hidden(
     self,
@@ -125,21 +164,25 @@ class Model(nn.Module):
     router: router.RouterState | None = None,
     segment_ids: jax.Array | None = None,
     *,
+    images: Media | None = None,
     observe: bool = False,
     depth: bool = False,
   ) -> tuple[jax.Array, Aux]:
     """What the head reads, [B, T, d], and the layers' reports.
 
     Args:
-      tokens, router, segment_ids: as for logits.
+      tokens: [B, T] int32, placeholders repeated for every token of a medium.
+      router, segment_ids: as for logits.
+      images: as for logits.
       observe: count router statistics (training only).
       depth: collect mean depth-mix weights, [layers * 2 + 1, columns].
     """
+    inserts = self._inserts(tokens, images)
     split = context.is_split(tokens.shape[1], self.config.kda.conv_width - 1)
     if split:
-      tokens = context.balance(tokens, 'batch', 'seq')
-      if segment_ids is not None:
-        segment_ids = context.balance(segment_ids, 'batch', 'seq')
+      balance = lambda x: context.balance(x, 'batch', 'seq')
+      tokens, segment_ids = jax.tree.map(balance, (tokens, segment_ids))
+      inserts = inserts and inserts._replace(row=balance(inserts.row))
     shared = Pass(
       config=self.config,
       segment_ids=segment_ids,
@@ -148,7 +191,8 @@ class Model(nn.Module):
       depth=depth,
       split=split,
     )
-    h_btd, aux, _ = self._forward(tokens, router, shared, None)
+    embedded = embed(self.params['embedding'], tokens, self.config, inserts)
+    h_btd, aux, _ = self._forward(embedded, router, shared, None)
     if split:
       h_btd = context.restore(h_btd, 'batch', 'seq', None)
     return h_btd, aux
@@ -162,6 +206,7 @@ class Model(nn.Module):
     *,
     fresh: bool = False,
     last: bool = False,
+    inserts: Inserts | None = None,
   ) -> tuple[jax.Array, Cache]:
     """Logits [B, T, a] of tokens that continue `cache`, and the new cache.
 
@@ -172,6 +217,7 @@ class Model(nn.Module):
       valid: [B, T] bool, False for (left) padding; None: all real.
       fresh: whether the cache is empty, which lets a prompt attend blockwise.
       last: only the last token's logits, [B, 1, a]: all that a prompt needs.
+      inserts: the images of these tokens, from `insert_features`.
     """
     if valid is None:
       valid = jnp.ones(tokens.shape, bool)
@@ -188,7 +234,8 @@ class Model(nn.Module):
       mask=valid,
       span=span,
     )
-    h_btd, _, new = self._forward(tokens, router, shared, cache.layers)
+    embedded = embed(self.params['embedding'], tokens, self.config, inserts)
+    h_btd, _, new = self._forward(embedded, router, shared, cache.layers)
     # Nothing is written before everything is read, so no entry is copied.
     h_btd, new = jax.lax.optimization_barrier((h_btd, new))
     if last:
@@ -206,11 +253,18 @@ class Model(nn.Module):
       preferred_element_type=jnp.promote_types(h_btd.dtype, jnp.float32),
     )
 
-  def _forward(self, tokens, states, shared, caches):
+  def _inserts(self, tokens, images):
+    """What images put into the stream of `tokens`; None without images."""
+    if images is None:
+      return None
+    features_bjd = self.image_features(images)
+    return insert_features(tokens, features_bjd, self.config)
+
+  def _forward(self, embedded, states, shared, caches):
     config = self.config
     if states is None:
       states = router.init_state(config.moe_layers, config.router, config.moe)
-    sources = embed(self.params['embedding'], tokens, config)[None]
+    sources = embedded[None]
     reports, kept, at = [], {}, 0
     for run in layout.block_runs(config):
       own = rows(states, at, run.moe_layers)
@@ -232,19 +286,6 @@ class Model(nn.Module):
         )
       )
     return h_btd, aux, kept
-
-
-def embed(
-  embedding_ad: jax.Array, tokens: jax.Array, config: ModelConfig
-) -> jax.Array:
-  """The rows of `tokens` [B, T] in the model's dtype: the first source."""
-  embedding_ad = sharding.use(
-    embedding_ad, jnp.dtype(config.dtype), None, 'embed'
-  )
-  if sharding.mesh_is_set():
-    where = sharding.spec(residual.STREAM)
-    return embedding_ad.at[tokens].get(out_sharding=where)
-  return embedding_ad[tokens]
 
 
 def read_out(
