@@ -75,10 +75,14 @@ def test_prompts_may_have_different_lengths():
 
 def test_one_compilation_serves_lengths_temperatures_and_keys():
   generate(prompts(3))
-  before = sample._generate._cache_size()
+  compiled = lambda: (
+    sample._start._cache_size(),
+    sampling.advance._cache_size(),
+  )
+  before = compiled()
   generate(prompts(16), temperature=0.7, key=jax.random.key(5))
   generate(prompts(9), temperature=1.3)
-  assert sample._generate._cache_size() == before
+  assert compiled() == before
 
 
 def test_a_key_decides_the_tokens():
@@ -150,7 +154,7 @@ def test_a_mesh_draws_the_same_tokens(rows):
 def frequencies(logits, count=4000, **settings):
   """How often each token is drawn from one row of logits."""
   rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
-  drawn = sampling.choose(rows, jax.random.key(0), **settings)
+  drawn = sampling.choose(rows, jax.random.key(0), sampling.Drawing(**settings))
   return np.bincount(drawn, minlength=len(logits)) / count
 
 
@@ -176,9 +180,8 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it():
 
 
 def test_temperature_zero_takes_the_first_largest_logit():
-  got = sampling.choose(
-    jnp.array([[0.0, 3.0, 3.0], [1e9, -1e9, 0.0]]), jax.random.key(0), 0.0
-  )
+  logits = jnp.array([[0.0, 3.0, 3.0], [1e9, -1e9, 0.0]])
+  got = sampling.choose(logits, jax.random.key(0), sampling.Drawing(0.0))
   np.testing.assert_array_equal(got, [1, 0])
 
 

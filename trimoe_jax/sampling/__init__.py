@@ -1,7 +1,30 @@
 """Generation with the recurrent cache."""
 
-from trimoe_jax.sampling.decode import decode
-from trimoe_jax.sampling.prefill import prefill
-from trimoe_jax.sampling.sample import choose, generate
+from trimoe_jax.sampling.choose import Drawing, choose
+from trimoe_jax.sampling.decode import State, advance
+from trimoe_jax.sampling.prefill import prefill, serving_params
+from trimoe_jax.sampling.sample import (
+  generate,
+  proceed,
+  read,
+  start,
+  stream,
+)
+from trimoe_jax.sampling.snapshot import fork, load, save
 
-__all__ = ['choose', 'decode', 'generate', 'prefill']
+__all__ = [
+  'Drawing',
+  'State',
+  'advance',
+  'choose',
+  'fork',
+  'generate',
+  'load',
+  'prefill',
+  'proceed',
+  'read',
+  'save',
+  'serving_params',
+  'start',
+  'stream',
+]

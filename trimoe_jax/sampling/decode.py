@@ -1,66 +1,114 @@
-"""Continuing a cache, one token for each sequence at a time.
+"""Sequences in the middle of generation, and one token more at a time.
 
 Legend: b batch, t time, a vocabulary, s stop tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from trimoe_jax import sharding
 from trimoe_jax.model.cache import Cache
 from trimoe_jax.model.model import Model
-from trimoe_jax.model.router import RouterState
+from trimoe_jax.sampling.choose import Drawing, choose
 
 
-def decode(
+class State(struct.PyTreeNode):
+  """All that the future of B sequences depends on, beside the model.
+
+  Every token so far has been read: `logits` [B, a] are those of the next one.
+  `last` [B] is the latest token made, `stopped` [B] says whether it ended its
+  sequence. Draw number `step` [] of a row uses its key of `keys` [B].
+  """
+
+  cache: Cache
+  logits: jax.Array
+  last: jax.Array
+  stopped: jax.Array
+  keys: jax.Array
+  step: jax.Array
+
+
+def row_keys(key: jax.Array, batch: int) -> jax.Array:
+  """A key [B] for each row, the same whatever the batch."""
+  return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
+
+
+@functools.partial(
+  jax.jit, static_argnames=('model', 'most'), donate_argnames='state'
+)
+def advance(
   model: Model,
-  params: Any,
-  router: RouterState,
-  start: tuple[jax.Array, Cache],
-  *,
-  choose: Callable[[jax.Array, jax.Array], jax.Array],
-  max_tokens: int,
+  weights: tuple[Any, Any],
+  state: State,
+  drawing: Drawing,
   stop_s: jax.Array,
-) -> jax.Array:
-  """Tokens int32 [B, max_tokens] that continue the sequences of a cache.
+  *,
+  count: jax.Array | int,
+  most: int,
+) -> tuple[jax.Array, State]:
+  """Tokens int32 [B, most] of which `count` are made, and the new state.
+
+  One compiled loop; it ends early when every sequence has stopped. Any `count`
+  of the same `most` runs the same program, so that a state goes the same way
+  bit by bit in one call or in several.
 
   Args:
-    model, params, router: as for `Model.extend`.
-    start: logits [B, a] and the cache, from `prefill`, with room for
-      max_tokens - 1 more.
-    choose: (logits [B, a], number of the step) -> tokens [B].
-    max_tokens: tokens to make; fewer are computed when every sequence stops.
-    stop_s: int32 [S]; a sequence that chose one of them repeats it to the end.
+    model: its configuration decides everything but the values.
+    weights: parameters and the router's state, as for `Model.extend`.
+    state: with room for `count` more tokens. It is donated: not usable after.
+    drawing: how tokens are drawn.
+    stop_s: int32 [S]; a sequence that made one of them reads it, then stays as
+      it is while that token is repeated.
+    count: tokens to make, at most `most`.
+    most: columns of the result; the rest repeat each row's latest token.
   """
-  logits_ba, cache = start
-  token_b = choose(logits_ba, jnp.int32(0)).astype(jnp.int32)
-  out_bt = jnp.broadcast_to(token_b[:, None], (*token_b.shape, max_tokens))
+  params, router = weights
+  batch = state.last.shape[0]
 
   def running(carry):
-    step, token_b, _, _ = carry
-    return (step < max_tokens) & ~jnp.all(_stopped(token_b, stop_s))
+    n, state, _ = carry
+    return (n < count) & ~jnp.all(state.stopped)
 
-  def advance(carry):
-    step, token_b, cache, out_bt = carry
-    logits_bta, cache = model.apply(
-      {'params': params}, token_b[:, None], cache, router, method='extend'
-    )
-    logits_ba = sharding.constrain(logits_bta[:, 0], None, None)
-    new_b = choose(logits_ba, step).astype(jnp.int32)
-    new_b = jnp.where(_stopped(token_b, stop_s), token_b, new_b)
-    # The columns from `step` on, so that an early end leaves stop tokens.
-    later_t = jnp.arange(max_tokens) >= step
-    out_bt = jnp.where(later_t, new_b[:, None], out_bt)
-    return step + 1, new_b, cache, out_bt
+  def step(carry):
+    n, state, out_bt = carry
+    token_b, state = _one_token(model, weights, state, drawing, stop_s)
+    out_bt = jax.lax.dynamic_update_slice(out_bt, token_b[:, None], (0, n))
+    return n + 1, state, out_bt
 
-  carry = (jnp.int32(1), token_b, cache, out_bt)
-  return jax.lax.while_loop(running, advance, carry)[-1]
+  out_bt = jnp.zeros((batch, most), jnp.int32)
+  carry = jnp.int32(0), state, out_bt
+  n, state, out_bt = jax.lax.while_loop(running, step, carry)
+  is_made_t = jnp.arange(most) < n
+  return jnp.where(is_made_t, out_bt, state.last[:, None]), state
 
 
-def _stopped(token_b: jax.Array, stop_s: jax.Array) -> jax.Array:
-  return jnp.any(token_b[:, None] == stop_s, axis=-1)
+def _one_token(model, weights, state, drawing, stop_s):
+  """The next token of every row, drawn and read."""
+  params, router = weights
+  key_b = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)
+  token_b = choose(state.logits, key_b, drawing)
+  token_b = jnp.where(state.stopped, state.last, token_b)
+  active_b = ~state.stopped
+  logits_bta, cache = model.apply(
+    {'params': params},
+    token_b[:, None],
+    state.cache,
+    router,
+    active_b[:, None],
+    method='extend',
+  )
+  logits_ba = sharding.constrain(logits_bta[:, 0], None, None)
+  stops_b = jnp.any(token_b[:, None] == stop_s, axis=-1)
+  return token_b, state.replace(
+    cache=cache,
+    logits=jnp.where(active_b[:, None], logits_ba, state.logits),
+    last=token_b,
+    stopped=state.stopped | stops_b,
+    step=state.step + 1,
+  )

@@ -1,4 +1,4 @@
-"""Reading a prompt into an empty cache.
+"""Reading given tokens into a cache.
 
 Legend: b batch, t time, n pieces of the prompt, a vocabulary.
 """
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from trimoe_jax import sharding
 from trimoe_jax.model.cache import Cache
-from trimoe_jax.model.model import Model, init_cache
+from trimoe_jax.model.model import Model, init_cache, model_parameters
+from trimoe_jax.model.parameters import Parameter
 from trimoe_jax.model.router import RouterState
 
 
@@ -22,7 +23,8 @@ def prefill(
   router: RouterState,
   tokens_bt: jax.Array,
   *,
-  length: int,
+  length: int | None = None,
+  cache: Cache | None = None,
   valid_bt: jax.Array | None = None,
   piece: int | None = None,
 ) -> tuple[jax.Array, Cache]:
@@ -33,19 +35,22 @@ def prefill(
   Args:
     model, params, router: as for `Model.extend`.
     tokens_bt: prompts [B, T] int32, padded on the left.
-    length: slots of the cache, at least T.
+    length: slots of a new cache, at least T.
+    cache: one that these tokens continue, with room for them, in place of a new
+      one.
     valid_bt: [B, T] bool, False for padding; None: all real.
     piece: tokens read at once; it divides T. Activations are those of one
-      piece, whose queries then meet the whole cache. None reads everything at
-      once, blockwise.
+      piece, whose queries then meet the filled part of the cache. None reads
+      everything at once, blockwise.
 
   Raises:
     ValueError: no room in the cache, or T is not a multiple of `piece`.
   """
   batch, time = tokens_bt.shape
   piece = piece or time
-  if time > length:
-    raise ValueError(f'a prompt of {time} tokens does not fit length={length}.')
+  room = length if cache is None else cache.room
+  if room is None or time > room:
+    raise ValueError(f'a prompt of {time} tokens does not fit length={room}.')
   if time % piece:
     raise ValueError(
       f'{time} prompt tokens are not a multiple of piece={piece}; pad the '
@@ -54,7 +59,7 @@ def prefill(
   if valid_bt is None:
     valid_bt = jnp.ones((batch, time), bool)
 
-  def extend(tokens_bt, cache, valid_bt, *, fresh):
+  def extend(tokens_bt, cache, valid_bt, *, fresh=False):
     logits_bta, cache = model.apply(
       {'params': params},
       tokens_bt,
@@ -67,15 +72,16 @@ def prefill(
     )
     return sharding.constrain(logits_bta[:, 0], None, None), cache
 
-  cache = init_cache(model.config, batch, length)
+  fresh = cache is None
+  cache = init_cache(model.config, batch, length) if fresh else cache
   logits_ba, cache = extend(
-    tokens_bt[:, :piece], cache, valid_bt[:, :piece], fresh=True
+    tokens_bt[:, :piece], cache, valid_bt[:, :piece], fresh=fresh
   )
   if time > piece:
 
     def step(carry, inputs):
       tokens_bt, valid_bt = inputs
-      return extend(tokens_bt, carry[1], valid_bt, fresh=False), None
+      return extend(tokens_bt, carry[1], valid_bt), None
 
     rest = jax.tree.map(
       lambda x: x[:, piece:].reshape(batch, -1, piece).swapaxes(0, 1),
@@ -83,3 +89,24 @@ def prefill(
     )
     (logits_ba, cache), _ = jax.lax.scan(step, (logits_ba, cache), rest)
   return logits_ba, cache
+
+
+def serving_params(params: Any, model: Model) -> Any:
+  """Parameters with weight matrices in the model's dtype, as layers use them.
+
+  Every step reads all weights, and from float32 it would cast them again. What
+  the layers use in float32 stays: the router, gains, gates of the decay.
+  """
+  dtype = jnp.dtype(model.config.dtype)
+
+  def cast(path, parameter, x):
+    is_matrix = set(parameter.axes) & set(sharding.FULLY_SHARDED)
+    keep = not is_matrix or path[-1].key == 'router'
+    return x if keep or path[0].key == 'vision' else x.astype(dtype)
+
+  return jax.tree_util.tree_map_with_path(
+    cast,
+    model_parameters(model.config),
+    params,
+    is_leaf=lambda x: isinstance(x, Parameter),
+  )

@@ -1,4 +1,4 @@
-"""Choosing tokens, and the whole way from prompts to continuations.
+"""The whole way from prompts to continuations, at once or as they are made.
 
 Legend: b batch, t time, a vocabulary.
 """
@@ -6,7 +6,7 @@ Legend: b batch, t time, a vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,42 +16,19 @@ import numpy as np
 from trimoe_jax import sharding
 from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState
-from trimoe_jax.sampling.decode import decode
-from trimoe_jax.sampling.prefill import prefill
+from trimoe_jax.sampling.choose import Drawing
+from trimoe_jax.sampling.decode import State, advance, row_keys
+from trimoe_jax.sampling.prefill import prefill, serving_params
 
 # Prompts are padded to a power of two of at least this, and above PIECE to a
 # multiple of it: few shapes, thus few compilations.
 SHORTEST = 16
 PIECE = 1024
+SEGMENT = 64  # tokens made by one call of the compiled loop at most
 _STOPS = 4  # stop tokens are padded to a multiple of this, also none at all
-
-
-def choose(
-  logits_ba: jax.Array,
-  key: jax.Array,
-  temperature: jax.Array | float,
-  top_p: jax.Array | float | None = None,
-) -> jax.Array:
-  """Tokens [B] drawn from softmax(logits / temperature).
-
-  Args:
-    logits_ba: [B, a] float32.
-    key: a PRNG key.
-    temperature: 0 takes the largest logit.
-    top_p: draw only from the fewest most probable tokens that together have at
-      least this probability; tokens as probable as the last of them stay too.
-  """
-  scale = jnp.where(temperature > 0, temperature, 1.0)
-  scaled_ba = logits_ba / scale
-  if top_p is not None:
-    p_ba = jax.nn.softmax(scaled_ba, axis=-1)
-    sorted_ba = jnp.sort(p_ba, axis=-1, descending=True)
-    before_ba = jnp.cumsum(sorted_ba, axis=-1) - sorted_ba
-    kept_ba = jnp.where(before_ba < top_p, sorted_ba, jnp.inf)
-    least_b = jnp.min(kept_ba, axis=-1, keepdims=True)
-    scaled_ba = jnp.where(p_ba >= least_b, scaled_ba, -jnp.inf)
-  drawn_b = jax.random.categorical(key, scaled_ba, axis=-1)
-  return jnp.where(temperature > 0, drawn_b, jnp.argmax(logits_ba, axis=-1))
+# A continuation gets its room at once up to this many slots or twice the
+# prompt; what is longer doubles its cache when it is full.
+AT_ONCE = 4096
 
 
 def generate(
@@ -63,9 +40,7 @@ def generate(
   max_tokens: int,
   temperature: float,
   key: jax.Array,
-  valid: jax.Array | np.ndarray | None = None,
-  top_p: float | None = None,
-  stop: int | Sequence[int] | None = None,
+  **settings: Any,
 ) -> jax.Array:
   """Continuations int32 [B, max_tokens] of prompts [B, T].
 
@@ -81,44 +56,234 @@ def generate(
     max_tokens: tokens to make for each prompt.
     temperature: 0 is greedy.
     key: a PRNG key; not used when greedy.
-    valid: bool [B, T], False for padding, which may lie anywhere in a row; each
-      row has at least one real token. None: all real.
-    top_p: see `choose`; None leaves all tokens.
-    stop: token ids that end a sequence; it then repeats the one that ended it.
+    **settings: valid, top_p, top_k and stop, as for `stream`.
 
   Raises:
     ValueError: a shape or a value out of range.
   """
-  tokens_bt = jnp.asarray(prompt_tokens, jnp.int32)
-  _check(tokens_bt, valid, max_tokens, temperature, top_p)
-  if valid is None:
-    valid = jnp.ones(tokens_bt.shape, bool)
-  tokens_bt, valid_bt = _left_padded(tokens_bt, jnp.asarray(valid, bool))
-  batch = tokens_bt.shape[0]
-  tokens_bt, valid_bt = (_whole_shards(x) for x in (tokens_bt, valid_bt))
+  pieces = list(
+    stream(
+      model,
+      params,
+      router,
+      prompt_tokens,
+      max_tokens=max_tokens,
+      temperature=temperature,
+      key=key,
+      **settings,
+    )
+  )
+  out_bt = jnp.concatenate(pieces, axis=1)
+  missing = max_tokens - out_bt.shape[1]  # every sequence has stopped
+  return jnp.pad(out_bt, ((0, 0), (0, missing)), mode='edge')
+
+
+def stream(
+  model: Model,
+  params: Any,
+  router: RouterState,
+  prompt_tokens: jax.Array | np.ndarray,
+  *,
+  max_tokens: int,
+  temperature: float,
+  key: jax.Array,
+  valid: jax.Array | np.ndarray | None = None,
+  top_p: float | None = None,
+  top_k: int | None = None,
+  stop: int | Sequence[int] | None = None,
+  every: int = SEGMENT,
+) -> Iterator[jax.Array]:
+  """Yields continuations as they are made: int32 [B, n], n <= every.
+
+  It ends when max_tokens are made or every sequence has stopped.
+
+  Args:
+    model, params, router, prompt_tokens, max_tokens, temperature, key: as for
+      `generate`.
+    valid: bool [B, T], False for padding, which may lie anywhere in a row; each
+      row has at least one real token. None: all real.
+    top_p, top_k: see `choose`; None leaves all tokens.
+    stop: token ids that end a sequence; it then repeats the one that ended it.
+    every: tokens between two results.
+
+  Raises:
+    ValueError: a shape or a value out of range.
+  """
+  drawing = Drawing(temperature, top_p, top_k)
+  _check(prompt_tokens, max_tokens, every)
+  drawing.check()
+  batch = len(prompt_tokens)
+  weights = _cast(params, model), router
+  state = start(
+    model, weights, prompt_tokens, key=key, valid=valid, max_tokens=max_tokens
+  )
+  pieces = proceed(
+    model,
+    weights,
+    state,
+    drawing,
+    max_tokens=max_tokens,
+    stop=stop,
+    every=every,
+  )
+  for tokens_bt, _ in pieces:
+    yield tokens_bt if len(tokens_bt) == batch else tokens_bt[:batch]
+
+
+def start(
+  model: Model,
+  weights: tuple[Any, RouterState],
+  prompt_tokens: jax.Array | np.ndarray,
+  *,
+  key: jax.Array,
+  valid: jax.Array | np.ndarray | None = None,
+  max_tokens: int = AT_ONCE,
+) -> State:
+  """The state after reading prompts [B, T], with room for a continuation.
+
+  On a mesh whose batch axes do not divide B, the first row is repeated.
+
+  Args:
+    model: its configuration decides everything but the values.
+    weights: parameters, from `serving_params` for speed, and the router's
+      state.
+    prompt_tokens, valid: as for `stream`.
+    key: decides the draws; row b has a key of its own.
+    max_tokens: how many tokens will probably follow.
+  """
+  tokens_bt, valid_bt = _padded(prompt_tokens, valid)
+  time = tokens_bt.shape[1]
+  room = _rounded(min(time + max_tokens, max(2 * time, AT_ONCE)))
+  return _start(
+    model, weights, (tokens_bt, valid_bt), key, room=max(room, time)
+  )
+
+
+def proceed(
+  model: Model,
+  weights: tuple[Any, RouterState],
+  state: State,
+  drawing: Drawing,
+  *,
+  max_tokens: int,
+  stop: int | Sequence[int] | None = None,
+  every: int = SEGMENT,
+) -> Iterator[tuple[jax.Array, State]]:
+  """Yields (tokens [B, n], the state after them) until done or all stopped.
+
+  A state that was given in, or yielded, is used up by the next step; keep a
+  `snapshot.fork` of what is needed again.
+  """
+  stop_s, length, made = _stops(stop), int(state.cache.length), 0
+  while made < max_tokens:
+    count = min(every, max_tokens - made)
+    end = length + max_tokens - made
+    state = with_room(state, length + count, end)
+    tokens_bt, state = advance(
+      model, weights, state, drawing, stop_s, count=count, most=every
+    )
+    made += count
+    length += count
+    yield tokens_bt[:, :count], state
+    if bool(jnp.all(state.stopped)):
+      return
+
+
+def read(
+  model: Model,
+  weights: tuple[Any, RouterState],
+  state: State,
+  tokens: jax.Array | np.ndarray,
+  *,
+  valid: jax.Array | np.ndarray | None = None,
+  max_tokens: int = AT_ONCE,
+) -> State:
+  """The state after further given tokens [B, T], such as a user's next turn.
+
+  Sequences that had stopped go on; a row without a real token stays as it was.
+  The state is used up.
+  """
+  tokens_bt, valid_bt = _padded(tokens, valid)
+  length = int(state.cache.length) + tokens_bt.shape[1]
+  state = with_room(state, length, length + max_tokens)
+  return _read(model, weights, state, (tokens_bt, valid_bt))
+
+
+def with_room(state: State, needed: int, end: int) -> State:
+  """The state with a cache of at least `needed` slots.
+
+  A new one has twice the slots, or as many as `end` takes: what attention over
+  the cache costs follows what is filled, within a factor of two.
+  """
+  room = state.cache.room
+  if needed <= room:
+    return state
+  room = _rounded(max(needed, min(end, 2 * room)))
+  return state.replace(cache=_grown(state.cache, room))
+
+
+def _rounded(room: int) -> int:
+  """Few different sizes: sixteenths of a power of two, 64 at least."""
+  step = max(64, (1 << (room - 1).bit_length()) // 16)
+  return -(-room // step) * step
+
+
+_grown = jax.jit(lambda cache, room: cache.grown(room), static_argnums=1)
+_cast = jax.jit(serving_params, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnames=('model', 'room'))
+def _start(model, weights, prompt, key, *, room):
+  tokens_bt, valid_bt = prompt
+  batch, time = tokens_bt.shape
+  logits_ba, cache = prefill(
+    model,
+    *weights,
+    tokens_bt,
+    length=room,
+    valid_bt=valid_bt,
+    piece=min(time, PIECE),
+  )
+  return State(
+    cache=cache,
+    logits=logits_ba,
+    last=tokens_bt[:, -1],
+    stopped=jnp.zeros(batch, bool),
+    keys=row_keys(key, batch),
+    step=jnp.int32(0),
+  )
+
+
+@functools.partial(jax.jit, static_argnames='model', donate_argnames='state')
+def _read(model, weights, state, given):
+  tokens_bt, valid_bt = given
+  logits_ba, cache = prefill(
+    model,
+    *weights,
+    tokens_bt,
+    cache=state.cache,
+    valid_bt=valid_bt,
+    piece=min(tokens_bt.shape[1], PIECE),
+  )
+  goes_on_b = valid_bt[:, -1]
+  return state.replace(
+    cache=cache,
+    logits=jnp.where(goes_on_b[:, None], logits_ba, state.logits),
+    last=jnp.where(goes_on_b, tokens_bt[:, -1], state.last),
+    stopped=state.stopped & ~goes_on_b,
+  )
+
+
+def _stops(stop) -> np.ndarray:
   stop = [] if stop is None else np.atleast_1d(stop)
   stop_s = np.full(max(1, -(-len(stop) // _STOPS)) * _STOPS, -1, np.int32)
   stop_s[: len(stop)] = stop
-  tokens_bt = _generate(
-    model,
-    (params, router),
-    (tokens_bt, valid_bt),
-    (key, jnp.float32(temperature), top_p),
-    max_tokens=max_tokens,
-    stop_s=stop_s,
-  )
-  return tokens_bt if len(tokens_bt) == batch else tokens_bt[:batch]
+  return stop_s
 
 
-def _whole_shards(x_bt):
-  """The first row again until the mesh's batch axes divide the batch."""
-  missing = -len(x_bt) % sharding.axis_ways('batch')
-  if not missing:
-    return x_bt
-  return jnp.concatenate([x_bt, jnp.repeat(x_bt[:1], missing, axis=0)])
-
-
-def _check(tokens_bt, valid, max_tokens, temperature, top_p):
+def _padded(tokens, valid):
+  """Rows with their padding on the left, padded to a common length."""
+  tokens_bt = jnp.asarray(tokens, jnp.int32)
   if tokens_bt.ndim != 2 or not tokens_bt.size:
     raise ValueError(
       f'prompt_tokens has shape {tokens_bt.shape}; give [batch, time] with at '
@@ -129,18 +294,13 @@ def _check(tokens_bt, valid, max_tokens, temperature, top_p):
       f'valid has shape {np.shape(valid)}; it must be that of prompt_tokens, '
       f'{tokens_bt.shape}.'
     )
-  if max_tokens < 1:
-    raise ValueError(f'max_tokens={max_tokens}; it must be at least 1.')
-  if temperature < 0:
-    raise ValueError(
-      f'temperature={temperature}; it must be 0 (greedy) or larger.'
-    )
-  if top_p is not None and not 0 < top_p <= 1:
-    raise ValueError(f'top_p={top_p} is outside (0, 1]; None keeps all tokens.')
+  if valid is None:
+    valid = jnp.ones(tokens_bt.shape, bool)
+  rows = _left_padded(tokens_bt, jnp.asarray(valid, bool))
+  return tuple(_whole_shards(x) for x in rows)
 
 
 def _left_padded(tokens_bt, valid_bt):
-  """Rows with their padding on the left, padded to a common length."""
   time = tokens_bt.shape[1]
   padded = max(SHORTEST, 1 << (time - 1).bit_length())
   if time > PIECE:
@@ -154,29 +314,16 @@ def _left_padded(tokens_bt, valid_bt):
   )
 
 
-@functools.partial(jax.jit, static_argnames=('model', 'max_tokens'))
-def _generate(model, weights, prompt, drawing, *, max_tokens, stop_s):
-  params, router = weights
-  tokens_bt, valid_bt = prompt
-  key, temperature, top_p = drawing
-  time = tokens_bt.shape[1]
-  start = prefill(
-    model,
-    params,
-    router,
-    tokens_bt,
-    length=time + max_tokens - 1,
-    valid_bt=valid_bt,
-    piece=min(time, PIECE),
-  )
-  return decode(
-    model,
-    params,
-    router,
-    start,
-    choose=lambda logits_ba, step: choose(
-      logits_ba, jax.random.fold_in(key, step), temperature, top_p
-    ),
-    max_tokens=max_tokens,
-    stop_s=stop_s,
-  )
+def _whole_shards(x_bt):
+  """The first row again until the mesh's batch axes divide the batch."""
+  missing = -len(x_bt) % sharding.axis_ways('batch')
+  if not missing:
+    return x_bt
+  return jnp.concatenate([x_bt, jnp.repeat(x_bt[:1], missing, axis=0)])
+
+
+def _check(tokens, max_tokens, every):
+  if max_tokens < 1:
+    raise ValueError(f'max_tokens={max_tokens}; it must be at least 1.')
+  if every < 1:
+    raise ValueError(f'every={every}; it must be at least 1.')
