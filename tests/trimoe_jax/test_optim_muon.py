@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from trimoe_jax import optim
+from trimoe_jax import hlo, optim
 from trimoe_jax.optim import groups, muon
 
 AXES = ('data', 'expert', 'tensor')
@@ -184,20 +184,33 @@ def test_traces_on_an_abstract_mesh_and_keeps_shardings():
   )
 
 
-def test_matrices_are_owned_not_gathered():
+@pytest.mark.parametrize(
+  'name, shape, spec',
+  [
+    ('experts/gate', (2, 4, 8, 4), (None, 'expert', 'data', None)),
+    # Stacks that the devices do not divide: three layers over two and four.
+    ('kda/gate', (3, 8, 4, 2), (None, ('data', 'expert'), 'tensor', None)),
+    ('mlp/up', (8, 4), (('data', 'expert'), 'tensor')),
+  ],
+)
+def test_matrices_are_owned_not_gathered(name, shape, spec):
   mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
-  path = ('layers', 'moe', 'experts', 'gate')
-  spec = PartitionSpec(None, 'expert', 'data', None)
-  x = normal(9, 2, 4, 8, 4)
-  axes = groups.matrix_axes(path, x.ndim)
+  x, spec = normal(9, *shape), PartitionSpec(*spec)
+  axes = groups.matrix_axes(name.split('/'), x.ndim)
   with jax.set_mesh(mesh):
     sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
     compiled = orthogonal_update.lower(sharded, axes).compile()
     got = compiled(sharded)
-  assert 'all-gather' not in compiled.as_text()
-  assert 'all-to-all' in compiled.as_text()
+  found = hlo.Program(compiled.as_text(), mesh.size).collectives()
+  # There and back for every axis of a matrix that is cut.
+  cut = sum(axis in axes.reduction + axes.output for axis in _cut(spec))
+  assert {k: v.count for k, v in found.items()} == {'all-to-all': 2 * cut}
   assert got.sharding.spec == spec
   np.testing.assert_allclose(got, orthogonal_update(x, axes), atol=1e-6)
+
+
+def _cut(spec):
+  return [axis for axis, names in enumerate(spec) if names]
 
 
 def test_clip_returns_the_norm():

@@ -10,23 +10,24 @@ section 2.2). A matrix is one head of a projection per head, one expert, or a
 whole projection (`groups.matrix_axes`), and rows and columns are its own.
 
 Newton-Schulz multiplies whole matrices. Where a mesh with explicit axis types
-shards their rows or columns, these mesh axes are moved onto a batch axis
-(layers, heads, experts) that they divide, so that each device owns some
-matrices entirely, and moved back afterwards. Without such an axis the
-matrices are gathered.
+shards their rows or columns, these mesh axes are moved onto the stack of a
+device's matrices (layers, heads, experts), so that each device owns some
+matrices entirely, and moved back afterwards. A stack that the devices do not
+divide is filled up with zeros: the busiest device has one matrix more than the
+mean, and nothing is gathered.
 
 Suffixes here: r rows (reduction), o columns (output); batch axes lead.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from trimoe_jax.optim import groups
 
@@ -79,23 +80,65 @@ def orthogonal_update(
     axes: which of its axes are batch, rows and columns.
     dtype: of the Newton-Schulz products.
   """
-  specs = _specs_to_owned(momentum, axes)
-  x = momentum
-  for spec in specs[1:]:
-    x = jax.sharding.reshard(x, spec)
-  order = axes.batch + axes.reduction + axes.output
-  x = jnp.transpose(x, order)
-  batch = x.shape[: len(axes.batch)]
-  split = len(axes.batch) + len(axes.reduction)
-  rows = math.prod(x.shape[len(axes.batch) : split])
-  columns = math.prod(x.shape[split:])
-  u_ro = newton_schulz(x.reshape(*batch, rows, columns), dtype=dtype)
-  u_ro = UPDATE_RMS * max(rows, columns) ** 0.5 * u_ro
-  back = sorted(range(len(order)), key=order.__getitem__)
-  out = jnp.transpose(u_ro.reshape(x.shape), back)
-  for spec in reversed(specs[:-1]):
-    out = jax.sharding.reshard(out, spec)
-  return out
+  function = functools.partial(_orthogonal_shard, axes=axes, dtype=dtype)
+  where = jax.typeof(momentum).sharding
+  if where.mesh.empty:
+    return function(momentum, {})
+  names = (*where.spec, *(None,) * (momentum.ndim - len(where.spec)))
+  split = {}
+  for dim in axes.reduction + axes.output:
+    held = tuple(n for n in _mesh_axes(names[dim]) if where.mesh.shape[n] > 1)
+    if held:
+      split[dim] = held
+  # Every output varies as the input does; a loop does not pass the check.
+  return jax.shard_map(
+    functools.partial(function, split=split),
+    in_specs=where.spec,
+    out_specs=where.spec,
+    check_vma=False,
+  )(momentum)
+
+
+def _orthogonal_shard(x, split, *, axes, dtype):
+  """`orthogonal_update` of a device's block of the parameter.
+
+  `split` has the mesh axes over which matrices are cut, by the axis of x.
+  """
+  with jax.named_scope('newton_schulz'):
+    order = axes.batch + axes.reduction + axes.output
+    batch, reduction = len(axes.batch), len(axes.reduction)
+    x = jnp.transpose(x, order)
+    held = [(i - batch, split[n]) for i, n in enumerate(order) if n in split]
+    stack = x.reshape(-1, *x.shape[batch:])
+    counts = []
+    for dim, names in held:
+      counts.append(stack.shape[0])
+      stack = _own(stack, dim + 1, names)
+    rows = math.prod(stack.shape[1 : 1 + reduction])
+    columns = math.prod(stack.shape[1 + reduction :])
+    u_ro = newton_schulz(stack.reshape(-1, rows, columns), dtype=dtype)
+    u_ro = UPDATE_RMS * max(rows, columns) ** 0.5 * u_ro
+    stack = u_ro.reshape(stack.shape)
+    for (dim, names), count in zip(reversed(held), reversed(counts)):
+      stack = _give_back(stack, dim + 1, names)[:count]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return jnp.transpose(stack.reshape(x.shape), back)
+
+
+def _own(stack, dim, names):
+  """Some whole matrices instead of a part of each; zeros fill the last."""
+  missing = -stack.shape[0] % jax.lax.axis_size(names)
+  stack = jnp.pad(stack, [(0, missing), *[(0, 0)] * (stack.ndim - 1)])
+  return jax.lax.all_to_all(
+    stack, names, split_axis=0, concat_axis=dim, tiled=True
+  )
+
+
+def _give_back(stack, dim, names):
+  """The inverse of `_own`, with what filled up."""
+  return jax.lax.all_to_all(
+    stack, names, split_axis=dim, concat_axis=0, tiled=True
+  )
 
 
 def orthogonalize(dtype: Any = jnp.float32) -> optax.GradientTransformation:
@@ -127,29 +170,6 @@ def scale_by_muon(
   return optax.chain(
     optax.trace(decay=momentum, nesterov=nesterov), orthogonalize(dtype)
   )
-
-
-def _specs_to_owned(
-  x: jax.Array, axes: groups.MatrixAxes
-) -> list[PartitionSpec]:
-  """From the sharding of `x` to whole matrices, one mesh axis at a time.
-
-  One at a time, because a partitioner turns such a step into an all-to-all or
-  an all-gather of one axis, but gathers everything when two move at once.
-  """
-  sharding = jax.typeof(x).sharding
-  held = [_mesh_axes(entry) for entry in sharding.spec]
-  specs = [sharding.spec]
-  for i in axes.reduction + axes.output:
-    for name in reversed(held[i]):
-      held[i] = held[i][:-1]
-      for j in axes.batch:
-        names = (*held[j], name)
-        if x.shape[j] % math.prod(sharding.mesh.shape[n] for n in names) == 0:
-          held[j] = names
-          break
-      specs.append(PartitionSpec(*(names or None for names in held)))
-  return specs
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
