@@ -71,7 +71,10 @@ def chunked(
   parameters = jax.tree.map(lambda p: p.astype(jnp.float32), raw[5:])
   raw = kda_inputs.Raw(*raw[:5], *parameters)
   run = _interpreted if interpret else _compiled
-  return run((settings, interpret), raw, initial_state, segment_ids)
+  results = run((settings, interpret), raw, initial_state, segment_ids)
+  # An unused final state would be dropped alone, and checkpoints in checkpoints
+  # then fail in JAX's rule for `optimize_remat`, which counts the results again.
+  return jax.lax.optimization_barrier(results)
 
 
 def plan_of(

@@ -1,6 +1,7 @@
 """The TPU kernels of KDA by the TPU compiler: chips and bundle budgets."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tpu_schedule
@@ -75,3 +76,26 @@ def test_every_shape_compiles(spec, chunk_size, save):
   schedule = tpu_schedule.compile_for('v6e', jax.grad(loss), arguments, ids)
   assert schedule.program('kda_forward').vmem_bytes < 64 * 2**20
   assert schedule.program('kda_backward').vmem_bytes < 64 * 2**20
+
+
+@pytest.mark.tpu_compile
+def test_checkpoints_in_checkpoints_trace():
+  """A block of layers that are rematerialized, itself rematerialized."""
+  devices = tpu_schedule.devices('v6e', dump=False)[:1]
+  mesh = jax.sharding.Mesh(devices, ('x',))
+  where = jax.NamedSharding(mesh, jax.P())
+  x = jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.bfloat16, sharding=where)
+
+  def layer(x):
+    arrays = (x, 2 * x, 3 * x, 4 * x, x[..., 0])
+    bias = dict(a_log=jnp.zeros(2), dt_bias=jnp.zeros((2, 128)))
+    return kda(*arrays, **bias, save='state_and_t')[0]
+
+  @jax.checkpoint
+  def block(x):
+    return jnp.sin(jax.checkpoint(layer)(jnp.sin(x)))
+
+  loss = lambda x: block(block(x)).astype(jnp.float32).sum()
+  with jax.set_mesh(mesh):
+    traced = jax.jit(jax.grad(loss)).trace(x)
+  assert 'kda_backward' in str(traced.jaxpr)
