@@ -6,5 +6,14 @@ from pallas_kernels.kda.decode import decode_step as decode_step
 from pallas_kernels.kda.short_conv import (
   short_convolution as short_convolution,
 )
+from pallas_kernels.kda.short_conv import (
+  short_convolutions as short_convolutions,
+)
 
-__all__ = ['affine_summary', 'decode_step', 'kda', 'short_convolution']
+__all__ = [
+  'affine_summary',
+  'decode_step',
+  'kda',
+  'short_convolution',
+  'short_convolutions',
+]

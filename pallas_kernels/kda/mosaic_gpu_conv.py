@@ -1,12 +1,14 @@
-"""Short causal depthwise convolution with SiLU on Hopper, and its gradient.
+"""Short causal depthwise convolutions with SiLU on Hopper, and their gradient.
 
     total[t] = sum_j w[., j] x[t - W + 1 + j]      y = total * sigmoid(total)
 
 Rows before the first count as zero, as do rows of another document and padding.
-A thread owns 8 neighbouring channels, 16 bytes, of a run of tokens and walks
-along it with the last W rows in registers, so x is read once but for W - 1 rows
-a run. The gradient walks the same way: it makes `total` again, holds the last W
-gradients of it for dx, and sums over its run what the taps receive; the runs'
+One array may hold the inputs of several convolutions side by side, as one
+product of weights makes them; each part has an output of its own. A thread owns
+neighbouring channels of a run of tokens and walks along it with the last W rows
+in registers, so x is read once but for W - 1 rows a run, some tokens before it
+is used. The gradient walks the same way: it makes `total` again, holds the last
+W gradients of it for dx, and sums over its run what the taps receive; the runs'
 sums are added outside in a fixed order.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -21,110 +24,143 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu
+from jaxlib.mlir.dialects import arith, gpu, scf
 
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 
-_LANE = 8  # channels of one thread
+CHANNELS = 8  # the channels of a part are a multiple of it
 _THREADS = 128
-_FORWARD_RUN, _BACKWARD_RUN = 16, 32  # tokens of one thread
 _AHEAD = 6  # tokens whose loads are on their way
+_UNROLLED = 8  # tokens in the body of the loop along a run
+_FORWARD = dict(lane=4, run=32)
+_BACKWARD = dict(lane=4, run=64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """Of one call: tokens, channels, taps, tokens of a thread, documents."""
+  """Of one call: tokens, channels of a part, parts, taps, documents or not.
+
+  A thread has `lane` channels and `run` tokens, a multiple of _UNROLLED.
+  """
 
   length: int
   channels: int
+  parts: int
   taps: int
-  run: int
   packed: bool
+  lane: int
+  run: int
 
   @property
   def groups(self) -> int:
-    """Threads that together own all channels of a token."""
-    return self.channels // _LANE
+    """Threads that together own all channels of a token and part."""
+    return self.channels // self.lane
 
   @property
   def runs(self) -> int:
     return -(-self.length // self.run)
 
+  @property
+  def blocks(self) -> int:
+    """Blocks of threads for one part of one sequence."""
+    return -(-self.groups * self.runs // _THREADS)
+
 
 class Walk:
   """One thread's channels, and its rows around the first of its run."""
 
-  def __init__(self, sizes: Sizes, block: warp.Word):
+  def __init__(self, sizes: Sizes, part, block: warp.Word):
     thread = warp.bit_and(utils.thread_idx(), _THREADS - 1)
     index = warp.add(warp.times(block, _THREADS), thread)
-    self.sizes = sizes
+    self.sizes, self.part = sizes, part
     self.inside = warp.compare(index, 'slt', sizes.groups * sizes.runs)
     index = warp.where(self.inside, index, warp.word(0))
-    self.run, self.group = _divide(index, sizes.groups)
+    self.run, group = _divide(index, sizes.groups)
+    self.channel = warp.times(group, sizes.lane)
     self.first = warp.times(self.run, sizes.run)
 
-  def token(self, j: int):
-    """(index of the j-th token of the run, whether there is one)."""
-    t = warp.add(self.first, j)
-    exists = warp.both(
+  @property
+  def joint_channel(self) -> warp.Word:
+    """The first channel among those of all parts."""
+    return warp.add(warp.times(self.part, self.sizes.channels), self.channel)
+
+  def exists(self, t: warp.Word):
+    return warp.both(
       warp.compare(t, 'sge', 0), warp.compare(t, 'slt', self.sizes.length)
     )
+
+  def token(self, j):
+    """(index of the j-th token of the run, whether there is one)."""
+    t = warp.add(self.first, j)
+    exists = self.exists(t)
     return warp.where(exists, t, warp.word(0)), exists
 
-  def address(self, start, t: warp.Word):
-    """Of this thread's channels of a token in a [T, C] bfloat16 array."""
-    row = warp.times(t, 2 * self.sizes.channels)
-    offset = warp.add(row, warp.times(self.group, 2 * _LANE))
-    return warp.advance(start, offset)
+  def joint(self, start):
+    """Of this thread's channels in the first row of [T, parts, C] bfloat16."""
+    return _advance(start, self.joint_channel, 2)
 
-  def load(self, start, j: int) -> list[warp.Word]:
-    """The j-th token's words, zeros if there is no such token."""
+  def single(self, start):
+    """Of this thread's channels in the first row of [T, C] bfloat16."""
+    return _advance(start, self.channel, 2)
+
+  def load(self, rows, j) -> list[warp.Word]:
+    """The j-th token's words, zeros if there is no such token.
+
+    `rows` is the address of the first row and the bytes from row to row.
+    """
     t, exists = self.token(j)
-    words = warp.load_global_words(self.address(start, t), 0, _LANE // 2)
+    words = warp.load_global_words(_advance(rows[0], t, rows[1]), 0, self.words)
     return [warp.where(exists, w, warp.word(0)) for w in words]
 
-  def document(self, start, j: int) -> warp.Word:
+  def document(self, start, j) -> warp.Word:
     """The j-th token's document, 0 for padding and where there is no token."""
     t, exists = self.token(j)
-    address = warp.advance(start, warp.shift_left(t, 2))
-    (number,) = warp.load_global_words(address, 0, 1)
+    (number,) = warp.load_global_words(_advance(start, t, 4), 0, 1)
     return warp.where(exists, number, warp.word(0))
 
-  def store(self, start, j: int, values):
+  def store(self, rows, j, values):
     """Writes the j-th token's channels, if there is such a token."""
     t, exists = self.token(j)
     words = [warp.pack(a, b) for a, b in zip(values[::2], values[1::2])]
     predicate = warp.both(self.inside, exists)
-    warp.store_global(self.address(start, t), 0, words, predicate=predicate)
+    address = _advance(rows[0], t, rows[1])
+    warp.store_global(address, 0, words, predicate=predicate)
+
+  @property
+  def words(self) -> int:
+    return self.sizes.lane // 2
+
+  @property
+  def joint_stride(self) -> int:
+    return 2 * self.sizes.channels * self.sizes.parts
+
+  @property
+  def single_stride(self) -> int:
+    return 2 * self.sizes.channels
 
   def taps(self, start) -> list[list[warp.Real]]:
-    """The weights of this thread's channels, by tap."""
-    count = self.sizes.taps
-    offset = warp.times(self.group, 4 * _LANE * count)
-    address = warp.advance(start, offset)
+    """The weights of this thread's channels, by tap, from [parts * C, W]."""
+    count, lane = self.sizes.taps, self.sizes.lane
+    address = _advance(start, self.joint_channel, 4 * count)
     flat = []
-    for i in range(0, _LANE * count, 4):
+    for i in range(0, lane * count, 4):
       flat += warp.load_global(address, 4 * i, 4)
     return [flat[j::count] for j in range(count)]
+
+  def store_sums(self, start, sums):
+    """Writes this run's sums for the taps to [runs, W, parts * C] float32."""
+    width = self.sizes.channels * self.sizes.parts
+    address = _advance(start, self.run, 4 * width * self.sizes.taps)
+    address = _advance(address, self.joint_channel, 4)
+    for j, values in enumerate(sums):
+      for i in range(0, len(values), 4):
+        offset = 4 * (j * width + i)
+        row = values[i : i + 4]
+        warp.store_global(address, offset, row, predicate=self.inside)
 
 
 def _wide(words) -> list[warp.Real]:
   return [x for w in words for x in warp.unpack(w)]
-
-
-class Queue:
-  """Rows of one array in order, loaded some tokens before they are used."""
-
-  def __init__(self, load, first: int, stop: int):
-    self._load, self._stop = load, stop
-    self._next = first
-    self._waiting = []
-
-  def pop(self):
-    while self._next < self._stop and len(self._waiting) <= _AHEAD:
-      self._waiting.append(self._load(self._next))
-      self._next += 1
-    return self._waiting.pop(0)
 
 
 def _sigmoid(x: warp.Real) -> warp.Real:
@@ -134,39 +170,47 @@ def _sigmoid(x: warp.Real) -> warp.Real:
 class Window:
   """The rows that the taps of one token reach, oldest first, as reals.
 
-  Where the array is packed, rows of other documents count as zeros.
+  Where the array is packed, rows of other documents count as zeros. `state`
+  holds what a loop has to carry: rows and their documents before the next
+  token, and those that have been asked for.
   """
 
-  def __init__(self, walk: Walk, x, ids, last: int):
-    taps = walk.sizes.taps
-    self._rows = Queue(lambda j: walk.load(x, j), 1 - taps, last)
-    self._ids = None
+  def __init__(self, walk: Walk, rows, ids):
+    self._walk, self._rows, self._ids = walk, rows, ids
+    before = range(1 - walk.sizes.taps, 0)
+    self.state = dict(rows=[_wide(walk.load(rows, j)) for j in before])
+    self.state['waiting'] = [walk.load(rows, j) for j in range(_AHEAD)]
     if walk.sizes.packed:
-      load = lambda j: walk.document(ids, j)
-      self._ids = Queue(load, 1 - taps, last)
-    self.rows, self.ids = [], []
-    for _ in range(taps - 1):
-      self._append()
+      self.state['ids'] = [walk.document(ids, j) for j in before]
+      ahead = [walk.document(ids, j) for j in range(_AHEAD)]
+      self.state['waiting_ids'] = ahead
 
-  def _append(self):
-    self.rows.append(_wide(self._rows.pop()))
-    if self._ids is not None:
-      self.ids.append(self._ids.pop())
+  def advance(self, j):
+    """The taps of the j-th token, which is the next, and their documents."""
+    old = self.state
+    later = warp.add(j, _AHEAD)
+    rows = [*old['rows'], _wide(old['waiting'][0])]
+    waiting = [*old['waiting'][1:], self._walk.load(self._rows, later)]
+    self.state = dict(rows=rows[1:], waiting=waiting)
+    if not self._walk.sizes.packed:
+      return rows, None
+    ids = [*old['ids'], old['waiting_ids'][0]]
+    later_id = self._walk.document(self._ids, later)
+    waiting_ids = [*old['waiting_ids'][1:], later_id]
+    self.state |= dict(ids=ids[1:], waiting_ids=waiting_ids)
+    return [
+      _where_all(_same_document(number, ids[-1]), row)
+      for number, row in zip(ids, rows)
+    ], ids
 
-  def advance(self) -> list[list[warp.Real]]:
-    """Moves on by a token and returns its taps."""
-    self._append()
-    rows, ids = self.rows, self.ids
-    if self._ids is not None:
-      valid = warp.compare(ids[-1], 'ne', 0)
-      same = [
-        warp.both(valid, warp.compare(number, 'eq', ids[-1])) for number in ids
-      ]
-      rows = [
-        [warp.where(here, x, 0.0) for x in row] for here, row in zip(same, rows)
-      ]
-    self.rows, self.ids = self.rows[1:], self.ids[1:]
-    return rows
+
+def _same_document(a: warp.Word, b: warp.Word):
+  """Whether b is no padding and a in its document."""
+  return warp.both(warp.compare(b, 'ne', 0), warp.compare(a, 'eq', b))
+
+
+def _where_all(condition, values):
+  return [warp.where(condition, x, 0.0) for x in values]
 
 
 def _total(rows, weights) -> list[warp.Real]:
@@ -179,97 +223,184 @@ def _total(rows, weights) -> list[warp.Real]:
 def _forward(walk: Walk, x, w, ids, out):
   """Outputs of one run."""
   weights = walk.taps(w)
-  window = Window(walk, x, ids, walk.sizes.run)
-  for j in range(walk.sizes.run):
-    total = _total(window.advance(), weights)
-    walk.store(out, j, [t * _sigmoid(t) for t in total])
+  window = Window(walk, (walk.joint(x), walk.joint_stride), ids)
+  results = walk.single(out), walk.single_stride
+
+  def some(i, state):
+    window.state = state
+    for step in range(_UNROLLED):
+      j = warp.add(warp.times(i, _UNROLLED), step)
+      rows, _ = window.advance(j)
+      total = _total(rows, weights)
+      walk.store(results, j, [t * _sigmoid(t) for t in total])
+    return window.state
+
+  _loop(walk.sizes.run // _UNROLLED, window.state, some)
 
 
-def _backward(walk: Walk, arrays, outputs):
-  """Gradients of one run, and its share of those of the taps."""
-  x, w, d_out, ids = arrays
-  d_x, partial = outputs
-  run, count = walk.sizes.run, walk.sizes.taps
-  weights = walk.taps(w)
-  end = run + count - 1
-  window = Window(walk, x, ids, end)
-  cotangents = Queue(lambda j: walk.load(d_out, j), 0, end)
-  d_taps = [[warp.Real(0.0)] * _LANE for _ in range(count)]
-  recent, documents = [], []  # gradients of `total`, oldest first
-  for j in range(end):
-    rows = window.advance()
-    total = _total(rows, weights)
-    d_total, d_y = [], _wide(cotangents.pop())
-    if walk.sizes.packed:  # padding yields zeros whatever stands there
-      valid = warp.compare(window.ids[-1], 'ne', 0)
-      d_y = [warp.where(valid, d, 0.0) for d in d_y]
+class Gradient:
+  """The gradient along one run; `state` is what its loop carries."""
+
+  def __init__(self, walk: Walk, arrays):
+    x, w, ids, d_out = arrays
+    self._walk, self._weights = walk, walk.taps(w)
+    self._window = Window(walk, (walk.joint(x), walk.joint_stride), ids)
+    self._d_out = walk.single(d_out), walk.single_stride
+    lane, count = walk.sizes.lane, walk.sizes.taps
+    waiting = [walk.load(self._d_out, j) for j in range(_AHEAD)]
+    sums = [[warp.Real(0.0)] * lane for _ in range(count)]
+    own = dict(waiting=waiting, recent=[], documents=[], sums=sums)
+    self.state = dict(window=self._window.state, own=own)
+
+  def advance(self, j, counts=None):
+    """Gradients of the j-th token's total, which then is the most recent.
+
+    Its share of the taps' gradients is added, where `counts` holds if given.
+    """
+    walk, own = self._walk, self.state['own']
+    self._window.state = self.state['window']
+    rows, ids = self._window.advance(j)
+    total = _total(rows, self._weights)
+    d_y = _wide(own['waiting'][0])
+    later = walk.load(self._d_out, warp.add(j, _AHEAD))
+    if ids is not None:  # padding yields zeros whatever stands there
+      d_y = _where_all(warp.compare(ids[-1], 'ne', 0), d_y)
+    d_total = []
     for t, d in zip(total, d_y):
       s = _sigmoid(t)
       d_total.append(d * s * warp.fma(t, warp.Real(1.0) - s, 1.0))
-    recent.append(d_total)
-    documents.append(window.ids[-1] if walk.sizes.packed else None)
-    if j < run:
-      for i, row in enumerate(rows):
-        d_taps[i] = [
-          warp.fma(d, x, sum_) for d, x, sum_ in zip(d_total, row, d_taps[i])
-        ]
-    if len(recent) == count:
-      _store_d_x(walk, d_x, j - count + 1, (recent, documents, weights))
-      recent, documents = recent[1:], documents[1:]
-  offset = warp.times(walk.run, 4 * walk.sizes.channels * count)
-  offset = warp.add(offset, warp.times(walk.group, 4 * _LANE * count))
-  address = warp.advance(partial, offset)
-  flat = [d_taps[i % count][i // count] for i in range(_LANE * count)]
-  for i in range(0, len(flat), 4):
-    warp.store_global(address, 4 * i, flat[i : i + 4], predicate=walk.inside)
+    d_taps = d_total if counts is None else _where_all(counts, d_total)
+    sums = [
+      [warp.fma(d, x, sum_) for d, x, sum_ in zip(d_taps, row, sums)]
+      for row, sums in zip(rows, own['sums'])
+    ]
+    own = dict(
+      waiting=[*own['waiting'][1:], later],
+      recent=[*own['recent'], d_total],
+      documents=[*own['documents'], *([] if ids is None else ids[-1:])],
+      sums=sums,
+    )
+    self.state = dict(window=self._window.state, own=own)
+
+  def pop(self) -> list[warp.Real]:
+    """The gradient of the oldest recent row, all of whose readers are known."""
+    own = self.state['own']
+    recent, documents = own['recent'], own['documents']
+    result = [warp.Real(0.0)] * self._walk.sizes.lane
+    for d_total, weight, i in zip(recent, self._weights[::-1], range(99)):
+      if documents:
+        here = _same_document(documents[i], documents[0])
+        d_total = _where_all(here, d_total)
+      result = [warp.fma(d, w, r) for d, w, r in zip(d_total, weight, result)]
+    later = dict(recent=recent[1:], documents=documents[1:])
+    self.state = self.state | {'own': own | later}
+    return result
 
 
-def _store_d_x(walk: Walk, d_x, j: int, around):
-  """The gradient of a row, from those of the tokens whose taps reach it."""
-  recent, documents, weights = around
-  result = [warp.Real(0.0)] * _LANE
-  for ahead, d_total in enumerate(recent):
-    if walk.sizes.packed:
-      valid = warp.compare(documents[0], 'ne', 0)
-      same = warp.compare(documents[ahead], 'eq', documents[0])
-      here = warp.both(valid, same)
-      d_total = [warp.where(here, d, 0.0) for d in d_total]
-    weight = weights[len(recent) - 1 - ahead]
-    result = [warp.fma(d, w, r) for d, w, r in zip(d_total, weight, result)]
-  walk.store(d_x, j, result)
+def _backward(walk: Walk, arrays, outputs):
+  """Gradients of one run, and a share of those of the taps.
+
+  The taps' share is that of the tokens from W - 1 after the run's first on; the
+  first run adds those before.
+  """
+  d_x, partial = outputs
+  reach = walk.sizes.taps - 1
+  gradient = Gradient(walk, arrays)
+  is_first = warp.compare(walk.run, 'eq', 0)
+  for j in range(reach):
+    gradient.advance(warp.word(j), is_first)
+  results = walk.joint(d_x), walk.joint_stride
+
+  def some(i, state):
+    gradient.state = state
+    for step in range(_UNROLLED):
+      j = warp.add(warp.times(i, _UNROLLED), step)
+      gradient.advance(warp.add(j, reach))
+      walk.store(results, j, gradient.pop())
+    return gradient.state
+
+  state = _loop(walk.sizes.run // _UNROLLED, gradient.state, some)
+  walk.store_sums(partial, state['own']['sums'])
+
+
+def _loop(count: int, state: Any, body) -> Any:
+  """`state = body(i, state)` for i from 0 to count - 1."""
+  leaves, structure = jax.tree.flatten(state)
+  is_real = [isinstance(x, warp.Real) for x in leaves]
+
+  def values(state):
+    return [
+      x.value if isinstance(x, warp.Real) else x for x in jax.tree.leaves(state)
+    ]
+
+  def rebuilt(values):
+    wrapped = [warp.Real(x) if r else x for r, x in zip(is_real, values)]
+    return jax.tree.unflatten(structure, wrapped)
+
+  loop = scf.ForOp(warp.word(0), warp.word(count), warp.word(1), values(state))
+  with ir.InsertionPoint(loop.body):
+    result = body(loop.induction_variable, rebuilt(list(loop.inner_iter_args)))
+    scf.yield_(values(result))
+  return rebuilt(list(loop.results_))
 
 
 def _launch(sizes: Sizes, batch: int, name: str, body, arrays, written):
-  """Runs `body(walk, addresses of arrays, of results)` in every thread."""
+  """Runs `body(walk, addresses of arrays, of results)` in every thread.
+
+  Arrays called d_y and results called y come as lists, one a part, of which a
+  block's body gets its own.
+  """
   reference = plgpu.RefType()
-  count = len(arrays)
-  blocks = -(-sizes.groups * sizes.runs // _THREADS)
+  leaves, structure = jax.tree.flatten(arrays)
+  results, written_as = jax.tree.flatten(written)
 
   def kernel_body(*refs):
-    b = lax.div(lax.axis_index('block'), blocks)
-    rows = dict(zip((*arrays, *written), refs))
-    own = [ref if n == 'taps' else ref.at[b] for n, ref in rows.items()]
+    b = lax.div(lax.axis_index('block'), sizes.parts * sizes.blocks)
+    names = [*_names(arrays), *_names(written)]
+    own = [r if n == 'taps' else r.at[b] for n, r in zip(names, refs)]
 
     @plgpu.inline_mgpu(arg_types=(reference,) * len(own))
     def work(ctx, *own):
       del ctx
       addresses = [warp.global_address(ref) for ref in own]
-      walk = Walk(sizes, _divide(_block(), blocks)[1])
-      body(walk, addresses[:count], addresses[count:])
+      inputs = jax.tree.unflatten(structure, addresses[: len(leaves)])
+      outputs = jax.tree.unflatten(written_as, addresses[len(leaves) :])
+      index, block = _divide(_block(), sizes.blocks)
+      _, part = _divide(index, sizes.parts)
+      walk = Walk(sizes, part, block)
+      body(walk, _of_part(inputs, part), _of_part(outputs, part))
 
     work(*own)
 
   kernel = plgpu.kernel(
     kernel_body,
-    out_type=tuple(written.values()),
-    grid=(batch * blocks,),
+    out_type=tuple(results),
+    grid=(batch * sizes.parts * sizes.blocks,),
     grid_names=('block',),
     kernel_name=name,
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
     ),
   )
-  return dict(zip(written, kernel(*arrays.values())))
+  return jax.tree.unflatten(written_as, kernel(*leaves))
+
+
+def _names(arrays: dict) -> list[str]:
+  """The name of each leaf, in the order of leaves."""
+  return [path[0].key for path, _ in jax.tree.leaves_with_path(arrays)]
+
+
+def _of_part(addresses: dict, part) -> dict:
+  """One address in place of every list."""
+  chosen = {}
+  for name, x in addresses.items():
+    if isinstance(x, list):
+      first, *others = x
+      for i, other in enumerate(others, 1):
+        first = warp.where(warp.compare(part, 'eq', i), other, first)
+      x = first
+    chosen[name] = x
+  return chosen
 
 
 def _block() -> warp.Word:
@@ -283,62 +414,72 @@ def _divide(a: warp.Word, b: int) -> tuple[warp.Word, warp.Word]:
   return arith.divui(a, divisor), arith.remui(a, divisor)
 
 
-def _sizes(x_btc, taps_cw, ids_bt, run: int) -> Sizes:
-  _, length, channels = x_btc.shape
-  return Sizes(length, channels, taps_cw.shape[1], run, ids_bt is not None)
+def _advance(address: ir.Value, count: warp.Word, size: int) -> ir.Value:
+  """A 64-bit address moved by `count` times `size` bytes."""
+  i64 = ir.IntegerType.get_signless(64)
+  offset = arith.muli(arith.extui(i64, count), arith.constant(i64, size))
+  return arith.addi(address, offset)
 
 
-def _arrays(x_btc, taps_cw, ids_bt) -> dict:
+def _sizes(x_btsc, taps_scw, ids_bt, how) -> Sizes:
+  _, length, parts, channels = x_btsc.shape
+  taps = taps_scw.shape[2]
+  return Sizes(length, channels, parts, taps, ids_bt is not None, **how)
+
+
+def _arrays(x_btsc, taps_scw, ids_bt) -> dict:
   """The inputs by name, ids only where there are documents."""
-  arrays = dict(x=x_btc, taps=taps_cw.astype(jnp.float32))
+  arrays = dict(x=x_btsc, taps=taps_scw.astype(jnp.float32))
   if ids_bt is not None:
     arrays['ids'] = ids_bt.astype(jnp.int32)
   return arrays
 
 
-def forward(x_btc: jax.Array, taps_cw: jax.Array, ids_bt) -> jax.Array:
-  """y [B, T, C] bfloat16; see the file's docstring.
+def forward(x_btsc: jax.Array, taps_scw: jax.Array, ids_bt) -> list[jax.Array]:
+  """y [B, T, C] bfloat16 of every part; see the file's docstring.
 
   Args:
-    x_btc: [B, T, C] bfloat16, C a multiple of 8.
-    taps_cw: [C, W], the last one for the token itself.
+    x_btsc: [B, T, S, C] bfloat16, C a multiple of CHANNELS.
+    taps_scw: [S, C, W], the last one for the token itself.
     ids_bt: [B, T] int32 or None; rows see those of their own document, 0 is
       padding, whose rows are not read and whose results are 0.
   """
-  sizes = _sizes(x_btc, taps_cw, ids_bt, _FORWARD_RUN)
+  sizes = _sizes(x_btsc, taps_scw, ids_bt, _FORWARD)
 
   def body(walk, arrays, outputs):
-    x, w, *ids = arrays
-    _forward(walk, x, w, ids[0] if ids else None, outputs[0])
+    ids = arrays.get('ids')
+    _forward(walk, arrays['x'], arrays['taps'], ids, outputs['y'])
 
-  written = dict(y=jax.ShapeDtypeStruct(x_btc.shape, jnp.bfloat16))
-  arrays = _arrays(x_btc, taps_cw, ids_bt)
-  batch = x_btc.shape[0]
+  batch, length, parts, channels = x_btsc.shape
+  one = jax.ShapeDtypeStruct((batch, length, channels), jnp.bfloat16)
+  written = dict(y=[one] * parts)
+  arrays = _arrays(x_btsc, taps_scw, ids_bt)
   return _launch(sizes, batch, 'short_conv', body, arrays, written)['y']
 
 
 def backward(
-  x_btc: jax.Array, taps_cw: jax.Array, ids_bt, d_y_btc: jax.Array
+  x_btsc: jax.Array, taps_scw: jax.Array, ids_bt, d_y: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-  """Gradients of x [B, T, C] bfloat16 and of the taps [C, W] float32.
+  """Gradients of x [B, T, S, C] bfloat16 and of the taps [S, C, W] float32.
 
   Args:
-    x_btc, taps_cw, ids_bt: as for `forward`.
-    d_y_btc: gradient of its result, [B, T, C] bfloat16.
+    x_btsc, taps_scw, ids_bt: as for `forward`.
+    d_y: gradients of its results, [B, T, C] bfloat16 each.
   """
-  sizes = _sizes(x_btc, taps_cw, ids_bt, _BACKWARD_RUN)
+  sizes = _sizes(x_btsc, taps_scw, ids_bt, _BACKWARD)
 
   def body(walk, arrays, outputs):
-    x, w, *ids, d_y = arrays
-    _backward(walk, (x, w, d_y, ids[0] if ids else None), outputs)
+    inputs = [arrays.get(name) for name in ('x', 'taps', 'ids', 'd_y')]
+    _backward(walk, inputs, (outputs['d_x'], outputs['partial']))
 
-  batch = x_btc.shape[0]
-  shape = (batch, sizes.runs, *taps_cw.shape)
+  batch, _, parts, channels = x_btsc.shape
+  shape = (batch, sizes.runs, sizes.taps, parts, channels)
   written = dict(
-    d_x=jax.ShapeDtypeStruct(x_btc.shape, jnp.bfloat16),
+    d_x=jax.ShapeDtypeStruct(x_btsc.shape, jnp.bfloat16),
     partial=jax.ShapeDtypeStruct(shape, jnp.float32),
   )
-  arrays = _arrays(x_btc, taps_cw, ids_bt) | {'d_y': d_y_btc}
+  arrays = _arrays(x_btsc, taps_scw, ids_bt) | {'d_y': list(d_y)}
   name = 'short_conv_gradient'
   results = _launch(sizes, batch, name, body, arrays, written)
-  return results['d_x'], results['partial'].sum((0, 1))
+  sums_wsc = results['partial'].sum((0, 1))
+  return results['d_x'], jnp.moveaxis(sums_wsc, 0, 2)

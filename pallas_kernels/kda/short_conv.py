@@ -1,6 +1,7 @@
-"""The short causal convolution before Kimi Delta Attention.
+"""The short causal convolutions before Kimi Delta Attention.
 
-Legend: b batch, t time, h heads, k width per head, w taps, c channels.
+Legend: b batch, t time, s inputs side by side, h heads, k width per head, w
+taps, c channels.
 """
 
 from __future__ import annotations
@@ -39,27 +40,67 @@ def short_convolution(
   Raises:
     NotImplementedError: `implementation` cannot run these arguments here.
   """
-  candidates = [('mosaic_gpu', refusal(x_bthk)), ('xla', None)]
+  (y_bthk,) = short_convolutions(
+    x_bthk[:, :, None],
+    taps_hkw[None],
+    segment_ids,
+    implementation=implementation,
+  )
+  return y_bthk
+
+
+def short_convolutions(
+  x_btshk: jax.Array,
+  taps_shkw: jax.Array,
+  segment_ids: jax.Array | None = None,
+  *,
+  implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+  """`short_convolution` of S inputs that lie side by side, in one launch.
+
+  A product that makes queries, keys and values at once leaves them so, and
+  takes their gradient so.
+
+  Args:
+    x_btshk: [B, T, S, H, K].
+    taps_shkw: [S, H, K, W].
+    segment_ids, implementation: as for `short_convolution`.
+
+  Returns:
+    S arrays [B, T, H, K].
+
+  Raises:
+    As `short_convolution`.
+  """
+  candidates = [('mosaic_gpu', refusal(x_btshk)), ('xla', None)]
   name = dispatch.choose('short_conv', implementation, candidates)
+  parts = x_btshk.shape[2]
   if name == 'xla':
-    return _plain(x_bthk, taps_hkw, segment_ids)
-  flat_btc = x_bthk.reshape(*x_bthk.shape[:2], -1)
-  taps_cw = taps_hkw.reshape(-1, taps_hkw.shape[2])
-  return _convolved(flat_btc, taps_cw, segment_ids).reshape(x_bthk.shape)
+    return tuple(
+      _plain(x_btshk[:, :, i], taps_shkw[i], segment_ids) for i in range(parts)
+    )
+  x_btsc = x_btshk.reshape(*x_btshk.shape[:3], -1)
+  taps_scw = taps_shkw.reshape(parts, -1, taps_shkw.shape[3])
+  shape = (*x_btshk.shape[:2], *x_btshk.shape[3:])
+  ys = _convolved(x_btsc, taps_scw, segment_ids)
+  return tuple(y.reshape(shape) for y in ys)
 
 
-def refusal(x_bthk, *, device_kind=None) -> str | None:
+def refusal(x_btshk, *, device_kind=None) -> str | None:
   """Why the Hopper kernel cannot run the arguments, or None."""
   reason = mosaic_gpu.device_refusal(device_kind)
   if reason is not None:
     return reason
-  if x_bthk.dtype != jnp.bfloat16:
-    return f'the Hopper convolution takes bfloat16, x is {x_bthk.dtype}'
-  channels = x_bthk.shape[2] * x_bthk.shape[3]
-  if channels % 8:
-    return f'the Hopper convolution takes channels by 8, not {channels}'
-  if x_bthk.shape[1] < _SHORTEST:
-    return f'{x_bthk.shape[1]} tokens are too few for the Hopper convolution'
+  if x_btshk.dtype != jnp.bfloat16:
+    return f'the Hopper convolution takes bfloat16, x is {x_btshk.dtype}'
+  channels = x_btshk.shape[3] * x_btshk.shape[4]
+  if channels % mosaic_gpu_conv.CHANNELS:
+    return (
+      'the Hopper convolution takes channels by '
+      f'{mosaic_gpu_conv.CHANNELS}, not {channels}'
+    )
+  if x_btshk.shape[1] < _SHORTEST:
+    return f'{x_btshk.shape[1]} tokens are too few for the Hopper convolution'
   return None
 
 
@@ -88,19 +129,19 @@ def _plain(x_bthk, taps_hkw, segment_ids) -> jax.Array:
 
 
 @jax.custom_vjp
-def _convolved(x_btc, taps_cw, segment_ids):
-  return mosaic_gpu_conv.forward(x_btc, taps_cw, segment_ids)
+def _convolved(x_btsc, taps_scw, segment_ids):
+  return mosaic_gpu_conv.forward(x_btsc, taps_scw, segment_ids)
 
 
-def _convolved_forward(x_btc, taps_cw, segment_ids):
-  y_btc = mosaic_gpu_conv.forward(x_btc, taps_cw, segment_ids)
-  return y_btc, (x_btc, taps_cw, segment_ids)
+def _convolved_forward(x_btsc, taps_scw, segment_ids):
+  ys = mosaic_gpu_conv.forward(x_btsc, taps_scw, segment_ids)
+  return ys, (x_btsc, taps_scw, segment_ids)
 
 
-def _convolved_backward(residuals, d_y_btc):
-  x_btc, taps_cw, segment_ids = residuals
-  d_x, d_taps = mosaic_gpu_conv.backward(x_btc, taps_cw, segment_ids, d_y_btc)
-  return d_x, d_taps.astype(taps_cw.dtype), None
+def _convolved_backward(residuals, d_ys):
+  x_btsc, taps_scw, segment_ids = residuals
+  d_x, d_taps = mosaic_gpu_conv.backward(x_btsc, taps_scw, segment_ids, d_ys)
+  return d_x, d_taps.astype(taps_scw.dtype), None
 
 
 _convolved.defvjp(_convolved_forward, _convolved_backward)

@@ -105,37 +105,50 @@ def machine(monkeypatch):
   threads = types.SimpleNamespace(
     thread_idx=lambda: np.arange(THREADS, dtype=np.int32)
   )
-  monkeypatch.setattr(mosaic_gpu_conv, 'utils', threads)
-  monkeypatch.setattr(mosaic_gpu_conv, '_divide', np.divmod)
+  for name, function in (
+    ('utils', threads),
+    ('_divide', np.divmod),
+    ('_loop', loop),
+    ('_advance', lambda a, count, size: (a[0], a[1] + words(count) * size)),
+  ):
+    monkeypatch.setattr(mosaic_gpu_conv, name, function)
   return machine
 
 
+def loop(count, state, body):
+  for i in range(count):
+    state = body(words(i), state)
+  return state
+
+
 def emulated(x, taps, ids, d):
-  """Output, and gradients of x and the taps, by the kernels' threads."""
-  batch, length, channels = x.shape
+  """Outputs, and gradients of x and the taps, by the kernels' threads.
+
+  x is [B, T, S, C], taps [S, C, W], d and the outputs lists of [B, T, C].
+  """
+  batch, length, parts, channels = x.shape
   bits = lambda a: np.ascontiguousarray(a).view(np.int32)
   own = lambda a, b: (bits(a[b]), 0)
-  y, d_x = (np.zeros_like(x) for _ in range(2))
-  d_taps = np.zeros(taps.shape, np.float32)
+  y, d_x = [np.zeros_like(one) for one in d], np.zeros_like(x)
+  d_taps = np.zeros((taps.shape[2], parts, channels), np.float32)
   packed = ids is not None
-  for b in range(batch):
+  shape = length, channels, parts, taps.shape[2], packed
+  for b, part in np.ndindex(batch, parts):
     document = own(ids, b) if packed else None
-    inputs = own(x, b), own(taps[None], 0)
-    for run, backward in ((16, False), (32, True)):
-      sizes = mosaic_gpu_conv.Sizes(
-        length, channels, taps.shape[1], run, packed
-      )
-      partial = np.zeros((sizes.runs, *taps.shape), np.float32)
-      for block in range(-(-sizes.groups * sizes.runs // THREADS)):
-        walk = mosaic_gpu_conv.Walk(sizes, words(block))
-        if backward:
-          arrays = *inputs, own(d, b), document
+    inputs = own(x, b), own(taps[None], 0), document
+    for how in (mosaic_gpu_conv._FORWARD, mosaic_gpu_conv._BACKWARD):
+      sizes = mosaic_gpu_conv.Sizes(*shape, **how)
+      partial = np.zeros((sizes.runs, *d_taps.shape), np.float32)
+      for block in range(sizes.blocks):
+        walk = mosaic_gpu_conv.Walk(sizes, part, words(block))
+        if how is mosaic_gpu_conv._BACKWARD:
+          arrays = *inputs, own(d[part], b)
           outputs = own(d_x, b), own(partial[None], 0)
           mosaic_gpu_conv._backward(walk, arrays, outputs)
         else:
-          mosaic_gpu_conv._forward(walk, *inputs, document, own(y, b))
+          mosaic_gpu_conv._forward(walk, *inputs, own(y[part], b))
       d_taps += partial.sum(0)
-  return y, d_x, d_taps
+  return y, d_x, np.moveaxis(d_taps, 0, 2)
 
 
 SHAPES = [(1, 70, 64, 4), (2, 33, 40, 2), (1, 3, 16, 4)]
@@ -145,22 +158,25 @@ SHAPES = [(1, 70, 64, 4), (2, 33, 40, 2), (1, 3, 16, 4)]
 @pytest.mark.parametrize('packed', [False, True])
 def test_emulated_kernels(machine, shape, packed):
   x, taps, ids, d = case(*shape, packed)
-  y, d_x, d_taps = emulated(x, taps, ids, d)
-  assert testing.relative_rms(y, by_definition(x, taps, ids)) < 3e-3
-  want_x, want_taps = plain_gradients(x, taps, ids, d)
-  assert testing.relative_rms(d_x, want_x) < 3e-3
-  assert testing.relative_rms(d_taps, want_taps) < 1e-5
+  xs, tapss, ds = (x, x[:, ::-1]), (taps, -taps), [d, d[:, ::-1]]
+  y, d_x, d_taps = emulated(np.stack(xs, 2), np.stack(tapss), ids, ds)
+  for i in range(2):
+    want_y = by_definition(xs[i], tapss[i], ids)
+    assert testing.relative_rms(y[i], want_y) < 3e-3
+    want_x, want_taps = plain_gradients(xs[i], tapss[i], ids, ds[i])
+    assert testing.relative_rms(d_x[:, :, i], want_x) < 3e-3
+    assert testing.relative_rms(d_taps[i], want_taps) < 1e-5
 
 
 def test_refuses_what_it_does_not_cover():
-  x = jax.ShapeDtypeStruct((1, 64, 2, 128), jnp.bfloat16)
+  x = jax.ShapeDtypeStruct((1, 64, 1, 2, 128), jnp.bfloat16)
   reason = lambda x, kind='NVIDIA H200': refusal(x, device_kind=kind)
   assert reason(x) is None
   assert 'cpu' in reason(x, 'cpu')
   assert 'float32' in reason(jax.ShapeDtypeStruct(x.shape, jnp.float32))
-  odd = jax.ShapeDtypeStruct((1, 64, 1, 12), jnp.bfloat16)
+  odd = jax.ShapeDtypeStruct((1, 64, 3, 1, 12), jnp.bfloat16)
   assert 'not 12' in reason(odd)
-  short = jax.ShapeDtypeStruct((1, 1, 2, 128), jnp.bfloat16)
+  short = jax.ShapeDtypeStruct((1, 1, 1, 2, 128), jnp.bfloat16)
   assert '1 tokens' in reason(short)
 
 

@@ -1,8 +1,8 @@
 """Kimi Delta Attention layer: projections, short convolutions, gate, output.
 
 Legend: b batch, t time, d model width, h heads, k key width, v value width,
-r gate rank, w convolution taps. Equations: Kimi K3 report, section 2.1, and
-Kimi Linear, arXiv 2510.26692.
+r gate rank, s projections that one product makes, w convolution taps.
+Equations: Kimi K3 report, section 2.1, and Kimi Linear, arXiv 2510.26692.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pallas_kernels.kda import (
   affine_summary,
   decode_step,
   kda,
-  short_convolution,
+  short_convolutions,
 )
 from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
@@ -81,63 +81,89 @@ def kda_parameters(config: ModelConfig) -> Table:
 
 
 def short_conv(
-  x_bthk: jax.Array,
-  w_hkw: jax.Array,
+  x_btshk: jax.Array,
+  w_shkw: jax.Array,
   segment_ids: jax.Array | None,
   tail: jax.Array | None,
   tail_ids: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
   """SiLU(sum_j w[., j] x[t - W + 1 + j]) and the last W - 1 inputs.
 
-  A causal depthwise convolution, tap W - 1 on the current token.
+  A causal depthwise convolution, tap W - 1 on the current token, of S inputs
+  side by side.
 
   Args:
-    x_bthk: inputs [B, T, H, K].
-    w_hkw: taps [H, K, W].
+    x_btshk: inputs [B, T, S, H, K].
+    w_shkw: taps [S, H, K, W].
     segment_ids: [B, T] int32; a tap never reaches into another document.
-    tail: [B, W - 1, H, K], the inputs before the first; None stands for zeros.
+    tail: [B, W - 1, S, H, K], the inputs before the first; None for zeros.
     tail_ids: [B, W - 1], their documents; None for that of the first token.
 
   Returns:
-    [B, T, H, K] in x's dtype, accumulated in float32, and the next tail.
+    S arrays [B, T, H, K] in x's dtype, accumulated in float32, and the next
+    tail.
   """
-  batch, time = x_bthk.shape[:2]
-  reach = w_hkw.shape[-1] - 1
-  silenced = _silenced(x_bthk, segment_ids)
+  batch, time = x_btshk.shape[:2]
+  reach = w_shkw.shape[-1] - 1
+  silenced = _silenced(x_btshk, segment_ids)
   if tail is None:
-    zeros = jnp.zeros((batch, reach, *x_bthk.shape[2:]), x_bthk.dtype)
+    zeros = jnp.zeros((batch, reach, *x_btshk.shape[2:]), x_btshk.dtype)
     padded = jnp.concatenate([zeros, silenced], 1)
-    return short_convolution(x_bthk, w_hkw, segment_ids), padded[:, time:]
-  padded, ids = jnp.concatenate([tail.astype(x_bthk.dtype), silenced], 1), None
+    return short_convolutions(x_btshk, w_shkw, segment_ids), padded[:, time:]
+  padded, ids = jnp.concatenate([tail.astype(x_btshk.dtype), silenced], 1), None
   if segment_ids is not None:
     if tail_ids is None:
       tail_ids = jnp.broadcast_to(segment_ids[:, :1], (batch, reach))
     ids = jnp.concatenate([tail_ids, segment_ids], 1)
-  y_bthk = short_convolution(padded, w_hkw, ids)[:, reach:]
-  return y_bthk, padded[:, time:]
+  ys = short_convolutions(padded, w_shkw, ids)
+  return tuple(y_bthk[:, reach:] for y_bthk in ys), padded[:, time:]
+
+
+def _joint(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
+  """Which projections one product makes: those of equal shapes."""
+  c = config.kda
+  if (c.state_heads, c.value_dim) == (c.heads, c.key_dim):
+    return (('query', 'key', 'value'),)
+  return ('query', 'key'), ('value',)
+
+
+def _convolved(inputs, tail_of, segment_ids, tail_ids=None):
+  """Queries, keys and values behind their convolutions, and their tails.
+
+  `tail_of(x, names)` is the tail before the joint input x.
+  """
+  mixed, tails = [], {}
+  for names, x in inputs['joint'].items():
+    w_shkw = jnp.stack([inputs[f'{name}_conv'] for name in names])
+    tail = tail_of(x, names)
+    ys, last = short_conv(x, w_shkw, segment_ids, tail, tail_ids)
+    mixed += ys
+    tails |= {f'{name}_tail': last[:, :, i] for i, name in enumerate(names)}
+  return mixed, tails
+
+
+def _cached_tail(cache, names):
+  """[B, W - 1, S, H, K] of a cache, None of an empty one."""
+  if not cache:
+    return None
+  return jnp.stack([cache[f'{name}_tail'] for name in names], 2)
 
 
 def _mix_tokens(inputs: dict[str, Any], config: ModelConfig):
   """Convolutions and the recurrence on one device's heads."""
-  segment_ids, cache = inputs['segment_ids'], inputs['cache'] or {}
-  mixed, tails = {}, {}
-  for name in ('query', 'key', 'value'):
-    mixed[name], tails[f'{name}_tail'] = short_conv(
-      inputs[name],
-      inputs[f'{name}_conv'],
-      segment_ids,
-      cache.get(f'{name}_tail'),
-    )
-  tokens = (*mixed.values(), inputs['decay'], inputs['beta'])
+  cache = inputs['cache'] or {}
+  tail_of = lambda x, names: _cached_tail(cache, names)
+  mixed, tails = _convolved(inputs, tail_of, inputs['segment_ids'])
+  tokens = (*mixed, inputs['decay'], inputs['beta'])
   out_bthv, state = _recur(tokens, inputs, cache.get('state'), config)
   return out_bthv, {'state': state, **tails}
 
 
-def _silenced(x_bthk, segment_ids):
+def _silenced(x_btshk, segment_ids):
   """Zeros where there is padding: a tail is kept without its documents."""
   if segment_ids is None:
-    return x_bthk
-  return jnp.where((segment_ids > 0)[..., None, None], x_bthk, 0)
+    return x_btshk
+  return jnp.where((segment_ids > 0)[..., None, None, None], x_btshk, 0)
 
 
 def _recur(tokens, inputs, state_bhkv, config: ModelConfig):
@@ -182,16 +208,19 @@ def _mix_fragments(inputs: dict[str, Any], config: ModelConfig):
   if ids is not None:
     first = jnp.broadcast_to(ids_bt[:, :1], (ids_bt.shape[0], reach))
     tail_ids = context.halo(ids, first)
-  mixed, tails = [], {}
-  for name in ('query', 'key', 'value'):
-    x = _silenced(by_fragment(inputs[name]), ids)
-    first = cache.get(f'{name}_tail')
+
+  def tail_of(x_btshk, names):
+    first = _cached_tail(cache, names)
     if first is None:
-      first = jnp.zeros((inputs[name].shape[0], reach, *x.shape[2:]), x.dtype)
-    tail = context.halo(x, first)
-    x, last = short_conv(x, inputs[f'{name}_conv'], ids, tail, tail_ids)
-    mixed.append(x)
-    tails[f'{name}_tail'] = context.from_last(last)
+      sequences = inputs['decay'].shape[0]
+      shape = (sequences, reach, *x_btshk.shape[2:])
+      first = jnp.zeros(shape, x_btshk.dtype)
+    return context.halo(_silenced(x_btshk, ids), first)
+
+  joint = {n: by_fragment(x) for n, x in inputs['joint'].items()}
+  fragments = inputs | {'joint': joint}
+  mixed, tails = _convolved(fragments, tail_of, ids, tail_ids)
+  tails = {name: context.from_last(x) for name, x in tails.items()}
   mixed += [by_fragment(inputs['decay']), by_fragment(inputs['beta'])]
   maps = affine_summary(
     *mixed[1:],
@@ -235,23 +264,19 @@ def kda_layer(
   dtype = x_btd.dtype
   weight = lambda name, *axes: sharding.use(params[name], dtype, *axes)
   per_head = ('batch', 'seq', 'heads', None)
+  joint_heads = ('batch', 'seq', None, 'heads', None)
 
-  def project(name):
-    w_dhk = weight(name, 'embed', 'heads', None)
-    return sharding.einsum('btd,dhk->bthk', x_btd, w_dhk, out=per_head)
+  def project(names):
+    weights = [weight(name, 'embed', 'heads', None) for name in names]
+    w_dshk = jnp.stack(weights, 1)
+    return sharding.einsum('btd,dshk->btshk', x_btd, w_dshk, out=joint_heads)
 
-  down_dr = weight('decay_down', 'embed', None)
+  low_btr, beta_bth = _low_and_beta(weight, x_btd)
   up_rhk = weight('decay_up', 'rank', 'heads', None)
-  low_btr = sharding.einsum(
-    'btd,dr->btr', x_btd, down_dr, out=('batch', 'seq', None)
-  )
-  beta_dh = weight('beta', 'embed', 'heads')
   inputs = {
-    'query': project('query'),
-    'key': project('key'),
-    'value': project('value'),
+    'joint': {names: project(names) for names in _joint(config)},
     'decay': sharding.einsum('btr,rhk->bthk', low_btr, up_rhk, out=per_head),
-    'beta': sharding.einsum('btd,dh->bth', x_btd, beta_dh, out=per_head[:3]),
+    'beta': beta_bth,
     **{n: params[n] for n in ('query_conv', 'key_conv', 'value_conv')},
     'a_log': params['a_log'],
     'dt_bias': params['dt_bias'],
@@ -260,7 +285,7 @@ def kda_layer(
   }
   # In one piece the recurrence needs every token.
   whole = per_head if split else ('batch', None, 'heads', None)
-  names = {n: whole for n in ('query', 'key', 'value', 'decay')}
+  names = {'joint': (*whole[:2], None, *whole[2:]), 'decay': whole}
   names |= {n: ('heads',) for n in inputs if n.endswith('_conv')}
   names |= {'beta': whole[:3], 'a_log': ('heads',), 'dt_bias': ('heads',)}
   names |= {'segment_ids': whole[:2], 'cache': cache and CACHE_AXES}
@@ -271,9 +296,10 @@ def kda_layer(
     outputs=(whole, CACHE_AXES),
   )
   out_bthv, cache = mix(inputs)
+  gate_dhv = weight('gate', 'embed', 'heads', None)
   gated = _gated_norm(
     sharding.constrain(out_bthv, *per_head),
-    project('gate'),
+    sharding.einsum('btd,dhv->bthv', x_btd, gate_dhv, out=per_head),
     params['out_norm'],
     config.norm_eps,
   )
@@ -282,6 +308,24 @@ def kda_layer(
     'bthv,hvd->btd', gated, out_hvd, out=('batch', 'seq', None)
   )
   return y_btd, cache
+
+
+def _low_and_beta(weight, x_btd):
+  """The decay's low rank [B, T, r] and beta's logits [B, T, H].
+
+  Two narrow products that mostly read x; in one where heads are not sharded.
+  """
+  down_dr = weight('decay_down', 'embed', None)
+  beta_dh = weight('beta', 'embed', 'heads')
+  rows, heads = ('batch', 'seq', None), ('batch', 'seq', 'heads')
+  if sharding.axis_ways('heads') > 1:
+    low_btr = sharding.einsum('btd,dr->btr', x_btd, down_dr, out=rows)
+    return low_btr, sharding.einsum('btd,dh->bth', x_btd, beta_dh, out=heads)
+  beta_dh = sharding.constrain(beta_dh, None, None)  # says so at size 1 too
+  joint_dr = jnp.concatenate([down_dr, beta_dh], 1)
+  joint_btr = sharding.einsum('btd,dr->btr', x_btd, joint_dr, out=rows)
+  rank = down_dr.shape[1]
+  return joint_btr[..., :rank], joint_btr[..., rank:]
 
 
 def _gated_norm(x_bthv, gate_bthv, gain_v, eps):
