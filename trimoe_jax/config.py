@@ -188,6 +188,11 @@ class ModelConfig:
         f'dtype={self.dtype!r}; use bfloat16, float32 or float64.'
       )
 
+  @property
+  def scans_layers(self) -> bool:
+    """Whether equal layers are stacked and scanned; see `layout.Unrolled`."""
+    return True
+
   def mixer(self, layer: int) -> Mixer:
     """The mixer of 0-based `layer`."""
     return 'mla' if layer + 1 in self.mla_layers else 'kda'
@@ -301,6 +306,7 @@ class TrainConfig:
       )
     _check_divisible(self)
     _check_pipeline(self)
+    _check_images(self)
 
 
 def _check_divisible(config: TrainConfig):
@@ -349,6 +355,22 @@ def _check_pipeline(config: TrainConfig):
       raise ValueError(
         f'stages[{i}].micro_batches={stage.micro_batches} cannot fill '
         f'mesh.pipe={stages} stages; choose a multiple of {stages}.'
+      )
+
+
+def _check_images(config: TrainConfig):
+  """Refuses images where nothing can look at them."""
+  for i, stage in enumerate(config.stages):
+    if stage.patches and config.model.vision is None:
+      raise ValueError(
+        f'stages[{i}].patches={stage.patches}, but the model has no vision '
+        'tower; set model.vision or stage.patches=0.'
+      )
+    if stage.patches and config.mesh.pipe > 1:
+      raise ValueError(
+        f'stages[{i}].patches={stage.patches} with mesh.pipe='
+        f'{config.mesh.pipe}: a pipeline does not train on images yet; use '
+        'mesh.pipe=1 and more of mesh.data, or stage.patches=0.'
       )
 
 

@@ -23,7 +23,7 @@ from trimoe_jax.metrics import JsonlWriter, NanGuard, Progress, Throughput
 from trimoe_jax.model import router
 from trimoe_jax.run import Run
 from trimoe_jax.train_state import TrainState
-from trimoe_jax.train_step import BATCH_AXES, batch_shape, observe
+from trimoe_jax.train_step import batch_axes, batch_shape, observe
 
 # Steps in a row whose loss may be no number before the run gives up.
 PATIENCE = 10
@@ -80,9 +80,13 @@ def fetch(run: Run, step: int) -> dict[str, jax.Array]:
   """The batch of `step` on the devices, [micro-batches, B, T]."""
   stage = run.config.stages[run.batches.locate(step).stage]
   batch = run.batches.batch_at(step)
-  where = jax.NamedSharding(run.mesh, sharding.spec(BATCH_AXES))
-  split = lambda x: x.reshape(batch_shape(stage))
-  return {k: hosts.place(split(v), where) for k, v in batch.items()}
+  micro_batches, rows, _ = batch_shape(stage)
+
+  def place(name, x):
+    where = jax.NamedSharding(run.mesh, sharding.spec(batch_axes(name)))
+    return hosts.place(x.reshape(micro_batches, rows, *x.shape[1:]), where)
+
+  return {name: place(name, x) for name, x in batch.items()}
 
 
 def warm_start(run: Run, state: TrainState) -> tuple[TrainState, dict | None]:

@@ -17,16 +17,26 @@ from trimoe_jax.config import TrainConfig
 from trimoe_jax.data import StageConfig
 from trimoe_jax.losses import LossSums, cross_entropy
 from trimoe_jax.model import router
+from trimoe_jax.model.media import Media
 from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState, RouterStats
+from trimoe_jax.model.vision_config import PATCH
 from trimoe_jax.optim import clip_by_global_norm
 from trimoe_jax.parallel import pipeline
 from trimoe_jax.train_state import TrainState
 
-# Arrays [micro-batches, B, T]: tokens, targets, segment_ids int32, loss_mask.
+# Arrays [micro-batches, B, T]: tokens, targets, segment_ids int32, loss_mask;
+# and of stages with images patches [micro-batches, B, P, 3, 14, 14] uint8 and
+# grids [micro-batches, B, M, 3] int32 (`model/media.py`).
 Batch = dict[str, jax.Array]
 BATCH_AXES = (None, 'batch', 'seq')
+IMAGE_AXES = (None, 'batch')
 Metrics = dict[str, jax.Array]
+
+
+def batch_axes(name: str) -> tuple[str | None, ...]:
+  """The leading axes of one array of a batch."""
+  return IMAGE_AXES if name in ('patches', 'grids') else BATCH_AXES
 
 
 def batch_shape(stage: StageConfig) -> tuple[int, int, int]:
@@ -42,7 +52,16 @@ def abstract_batch(stage: StageConfig, mesh) -> Batch:
   ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
   batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), ids)
   mask = jax.ShapeDtypeStruct(shape, bool, sharding=where)
-  return batch | {'loss_mask': mask}
+  batch['loss_mask'] = mask
+  if stage.patches:
+    where = jax.NamedSharding(mesh, sharding.spec(IMAGE_AXES))
+    array = lambda *shape, dtype: jax.ShapeDtypeStruct(
+      (*batch_shape(stage)[:2], *shape), dtype, sharding=where
+    )
+    pixels = (stage.patches, 3, PATCH, PATCH)
+    batch['patches'] = array(*pixels, dtype=jnp.uint8)
+    batch['grids'] = array(stage.images, 3, dtype=jnp.int32)
+  return batch
 
 
 def objective(
@@ -104,10 +123,18 @@ def _hidden(params, batch, state, config):
     batch['tokens'],
     state,
     batch['segment_ids'],
+    images=images_of(batch),
     observe=True,
     method='hidden',
   )
   return hidden_btd, aux.router
+
+
+def images_of(batch: Batch) -> Media | None:
+  """The images of one micro-batch, if it has any."""
+  if 'patches' not in batch:
+    return None
+  return Media(batch['patches'], batch['grids'])
 
 
 def _over_micro_batches(function, batch: Batch, add):

@@ -1,7 +1,8 @@
 """Kimi K3 as released: 2.78T parameters, 104B active, 1M tokens of context.
 
-The model is the released config.json's text tower. Rates, batches and token
-budgets are not public: those below only give the stages their proportions.
+The model is the released config.json, its vision tower included. Rates, batches
+and token budgets are not public: those below only give the stages their
+proportions, and no images.
 """
 
 from experiments.configs import as_config_dict, refuse_variant
@@ -13,6 +14,7 @@ from trimoe_jax.config import (
   OptimConfig,
   StageConfig,
   TrainConfig,
+  VisionConfig,
 )
 
 
@@ -41,6 +43,7 @@ def get_config(variant: str = ''):
         moe=MoeConfig(
           experts=896, top_k=16, shared_experts=2, hidden=3072, latent=3584
         ),
+        vision=VisionConfig(),
       ),
       stages=(
         StageConfig(context=8192, batch=8192, tokens=10**13),

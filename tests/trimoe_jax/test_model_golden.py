@@ -129,6 +129,7 @@ def test_k3_has_the_reported_parameters():
   count = count_parameters(config)
   assert count.total == 2_779_484_476_000
   assert count.active == 104_189_612_640
+  assert count.vision == 401_214_464 + 46_144_512
   assert config.sources == 9
 
 

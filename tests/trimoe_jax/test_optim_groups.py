@@ -76,7 +76,8 @@ def test_keys_of_a_tree_are_read():
 
 
 def test_every_parameter_of_the_model_has_a_group():
-  params = parameters.abstract(model_parameters(config.ModelConfig()))
+  whole = config.ModelConfig(vision=config.VisionConfig())
+  params = parameters.abstract(model_parameters(whole))
   groups.check(params)
   named = jax.tree_util.tree_leaves_with_path(params)
   found = {groups.parameter_name(path) for path, _ in named}

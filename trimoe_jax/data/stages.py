@@ -27,7 +27,8 @@ class StageConfig:
   `steps`. `long_repeats` > 1 uses documents of at least `context` tokens that
   many times in an epoch; shorter ones are used once. The learning rate is
   multiplied by `peak`, and gradients are accumulated over `micro_batches`
-  equal parts of the batch.
+  equal parts of the batch. A row has room for `images` images of `patches`
+  patches together; a quarter of the patches become tokens of its context.
   """
 
   context: int
@@ -37,6 +38,8 @@ class StageConfig:
   long_repeats: int = 1
   peak: float = 1.0
   micro_batches: int = 1
+  patches: int = 0
+  images: int = 0
 
   def __post_init__(self):
     for name in ('context', 'batch', 'long_repeats', 'micro_batches'):
@@ -46,6 +49,16 @@ class StageConfig:
       raise ValueError(
         f'stage.batch={self.batch} is not divisible by '
         f'stage.micro_batches={self.micro_batches}; choose a divisor.'
+      )
+    if min(self.patches, self.images) < 0 or self.patches % 4:
+      raise ValueError(
+        f'stage.patches={self.patches} and stage.images={self.images}; use 0 '
+        'for text alone, and a multiple of 4 patches.'
+      )
+    if (self.patches > 0) != (self.images > 0):
+      raise ValueError(
+        f'stage.patches={self.patches} and stage.images={self.images} must '
+        'both be given, or neither.'
       )
     if not self.peak > 0:
       raise ValueError(f'stage.peak={self.peak} must be positive.')

@@ -12,7 +12,7 @@ from typing import Any
 from trimoe_jax.config import ModelConfig, from_dict
 from trimoe_jax.interop.hf_tensor import Form, Tensor
 from trimoe_jax.model.vision import vision_parameters
-from trimoe_jax.model.vision_config import MERGE, VisionConfig
+from trimoe_jax.model.vision_config import MERGE, PATCH, VisionConfig
 
 _TOWER = 'vision_tower.'
 _PROJECTOR = 'mm_projector.'
@@ -43,7 +43,6 @@ _FIELDS = {
   'vt_num_hidden_layers': 'layers',
   'vt_num_attention_heads': 'heads',
   'vt_intermediate_size': 'hidden',
-  'patch_size': 'patch',
   'init_pos_emb_height': 'rows',
   'init_pos_emb_width': 'columns',
 }
@@ -61,6 +60,7 @@ _FIXED = {
   'mlp_type': 'mlp2',
   'mm_projector_type': 'patchmergerv2',
   'norm_type': 'rmsnorm',
+  'patch_size': PATCH,
   'patch_embed_proj_bias': False,
   'pos_emb_interpolation_mode': 'bilinear',
   'pos_emb_type': 'divided_fixed',

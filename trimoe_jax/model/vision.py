@@ -30,7 +30,7 @@ from trimoe_jax.model.media import (
 from trimoe_jax.model.norm import rms_norm
 from trimoe_jax.model.parameters import Parameter, Table, normal, ones, stack
 from trimoe_jax.model.vision_attention import attend_within
-from trimoe_jax.model.vision_config import MERGE, VisionConfig
+from trimoe_jax.model.vision_config import MERGE, PATCH, VisionConfig
 
 THETA = 10_000.0
 ROWS = ('batch', None)  # a row's patches stay on one device of the batch axes
@@ -40,7 +40,6 @@ STREAM = (*ROWS, None)
 def vision_parameters(config: ModelConfig) -> Table:
   """The tower's and the projector's parameters: 401M and 46M in K3."""
   v, init = config.vision, normal(config.init_std)
-  side = (v.patch, v.patch)
   norm = Parameter((v.width,), (None,), ones)
   heads = (v.heads, v.head_dim)
   axes = ('tower_heads', None)
@@ -58,7 +57,9 @@ def vision_parameters(config: ModelConfig) -> Table:
     },
   }
   return {
-    'patch': Parameter((v.width, 3, *side), ('embed', None, None, None), init),
+    'patch': Parameter(
+      (v.width, 3, PATCH, PATCH), ('embed', None, None, None), init
+    ),
     'position': Parameter(
       (v.rows, v.columns, v.width), (None, None, 'embed'), init
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+PATCH = 14  # pixels along each side of a patch
 MERGE = 2  # patches along each side of the square that becomes one token
 
 
@@ -20,7 +21,6 @@ class VisionConfig:
   heads: int = 12
   head_dim: int = 128  # heads * head_dim need not be the width
   hidden: int = 4096
-  patch: int = 14  # pixels along each side of a patch
   rows: int = 64  # of the learned table of positions
   columns: int = 64
   frames: int = 4  # of one medium at most
@@ -40,7 +40,7 @@ class VisionConfig:
         f'vision.width={self.width} is odd; half of it holds the sines of the '
         'frame number and half the cosines.'
       )
-    for name in ('layers', 'heads', 'hidden', 'patch', 'rows', 'columns'):
+    for name in ('layers', 'heads', 'hidden', 'rows', 'columns'):
       if getattr(self, name) < 1:
         raise ValueError(f'vision.{name}={getattr(self, name)}; use 1 or more.')
     if self.frames < 1 or self.block_size < 1 or self.placeholder < 0:

@@ -11,8 +11,10 @@ of MLA these are the up-projections. AdamW takes
   embedding, head: one row or column a token, of which few get a gradient;
   router: one column an expert, a classifier like the head;
   convolutions: a few taps a channel, no matrix;
+  patch, position of the vision tower: what an embedding is to text;
   gains, depth queries, a_log, dt_bias: vectors.
 Weight decay falls on everything that multiplies activations, and not on
+  positions of patches: they are added and multiply nothing;
   gains: they are centred on 1, decay would pull them to 0;
   depth queries: 0 means the uniform mix, decay would be a prior on it;
   a_log, dt_bias: they set time scales, for which 0 is no neutral value.
@@ -57,6 +59,10 @@ _MUON = {
   'shared/gate': 'ro',
   'shared/up': 'ro',
   'shared/down': 'ro',
+  'attention/qkv': 'rbbo',
+  'attention/out': 'rro',
+  'projector/up': 'ro',
+  'projector/down': 'ro',
 }
 _ADAMW_DECAYED = frozenset(
   {
@@ -66,6 +72,7 @@ _ADAMW_DECAYED = frozenset(
     'kda/query_conv',
     'kda/key_conv',
     'kda/value_conv',
+    'vision/patch',
   }
 )
 _ADAMW_PLAIN = frozenset(
@@ -85,6 +92,8 @@ _ADAMW_PLAIN = frozenset(
     'mla/query_norm',
     'mla/kv_norm',
     'moe/norm',
+    'vision/position',
+    'projector/norm',
   }
 )
 KNOWN = frozenset(_MUON) | _ADAMW_DECAYED | _ADAMW_PLAIN

@@ -116,6 +116,8 @@ def accumulate(
   place = lambda g, p: jax.sharding.reshard(g, jax.typeof(p).sharding.spec)
   grads = pipeline_layout.from_stages(plan, d_layers, params)
   grads |= jax.tree.map(place, d_outer, outer)
+  if 'vision' in params:  # no images here; see config.py
+    grads['vision'] = jax.tree.map(jnp.zeros_like, params['vision'])
   return grads, sums, pipeline_layout.stats_from_stages(plan, stats)
 
 
