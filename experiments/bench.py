@@ -25,8 +25,10 @@ VERBS = {
   'grouped_matmul': 'pallas_kernels.grouped_matmul.bench',
   'balance': 'trimoe_jax.evals.balance',
   'moe': 'trimoe_jax.model.moe_bench',
+  'decode': 'trimoe_jax.sampling.bench',
 }
 SCHEDULES = {
+  'attention_residual': 'pallas_kernels.attention_residual.tpu_bench',
   'kda': 'pallas_kernels.kda.tpu_bench',
   'quantile_router': 'pallas_kernels.quantile_router.tpu_bench',
 }

@@ -10,9 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention_residual import mosaic_gpu, reference, xla
+from pallas_kernels.attention_residual import (
+  mosaic_gpu,
+  mosaic_tpu,
+  reference,
+  xla,
+)
 
-_KERNELS = {'mosaic_gpu': mosaic_gpu}
+_KERNELS = {'mosaic_tpu': mosaic_tpu, 'mosaic_gpu': mosaic_gpu}
 
 
 def mix(
@@ -45,8 +50,8 @@ def mix(
       When every source is False the output is zero.
     eps: added to the mean square under the root.
     return_weights: also return the weights.
-    implementation: 'mosaic_gpu', 'xla', 'reference', or None for the best on
-      this device.
+    implementation: 'mosaic_tpu', 'mosaic_gpu', 'xla', 'reference', or None for
+      the best on this device.
 
   Returns:
     out [..., D] in the dtype of `sources`; scores, softmax and sums are

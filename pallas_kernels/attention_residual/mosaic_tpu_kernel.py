@@ -20,7 +20,7 @@ LANES, SUBLANES = 128, 8
 ROWS = 16  # of a bfloat16 register
 MOST_SOURCES = 32
 RSTD, LOGITS, WEIGHTS = range(3)  # places in the saved lanes
-_UNROLL = 2
+_UNROLL = 14  # most registers of a row between two tests of a loop
 
 
 class Plan(NamedTuple):
@@ -54,12 +54,17 @@ def _lane(x) -> jax.Array:
 
 def _over_channels(plan: Plan, body, start):
   """`carry = body(channels, carry)` for one register of lanes after another."""
+  registers = plan.width // LANES
+  fits = (n for n in range(_UNROLL, 0, -1) if registers % n == 0)
+  together = next(fits)
 
   def step(i, carry):
-    return body(pl.ds(pl.multiple_of(i * LANES, LANES), LANES), carry)
+    first = pl.multiple_of(i * (together * LANES), LANES)
+    for k in range(together):
+      carry = body(pl.ds(first + k * LANES, LANES), carry)
+    return carry
 
-  unroll = _UNROLL if plan.width // LANES % _UNROLL == 0 else 1
-  return lax.fori_loop(0, plan.width // LANES, step, start, unroll=unroll)
+  return lax.fori_loop(0, registers // together, step, start)
 
 
 def _over_rows(plan: Plan, body):
