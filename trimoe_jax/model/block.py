@@ -16,6 +16,7 @@ from trimoe_jax.model import layout, residual
 from trimoe_jax.model.cache import Span
 from trimoe_jax.model.kda import kda_cache, kda_layer, kda_parameters
 from trimoe_jax.model.latent_moe import moe_layer, moe_parameters
+from trimoe_jax.model.mha import mha_cache, mha_layer, mha_parameters
 from trimoe_jax.model.mla import mla_cache, mla_layer, mla_parameters
 from trimoe_jax.model.mlp import mlp, mlp_parameters
 from trimoe_jax.model.norm import rms_norm
@@ -54,11 +55,11 @@ class Aux(struct.PyTreeNode):
 
 def layer_parameters(config: ModelConfig, node: layout.Layer) -> Table:
   norm = Parameter((config.width,), (None,), ones)
-  mixer = {'kda': kda_parameters, 'mla': mla_parameters}[node.mixer]
+  mixer = {'kda': kda_parameters, 'mla': mla_parameters, 'mha': mha_parameters}
   table = {
     'attention_mix': residual.mix_parameters(config),
     'attention_norm': norm,
-    node.mixer: mixer(config),
+    node.mixer: mixer[node.mixer](config),
     'ffn_mix': residual.mix_parameters(config),
     'ffn_norm': norm,
   }
@@ -93,7 +94,8 @@ def body_cache(
     elif node.mixer == 'kda':
       cache = kda_cache(config, batch)
     else:
-      cache = mla_cache(config, batch, length)
+      empty = {'mla': mla_cache, 'mha': mha_cache}[node.mixer]
+      cache = empty(config, batch, length)
     caches[layout.child_name(position, node)] = cache
   return caches
 
@@ -132,8 +134,9 @@ def _layer(
       split=shared.split,
     )
   else:
-    a_btd, cache = mla_layer(
-      params['mla'],
+    attend = {'mla': mla_layer, 'mha': mha_layer}[node.mixer]
+    a_btd, cache = attend(
+      params[node.mixer],
       h_btd,
       config,
       segment_ids=shared.segment_ids,

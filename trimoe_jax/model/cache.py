@@ -32,7 +32,8 @@ RANKS = {
   'keys': 4,
   'values': 4,
 }
-SLOTTED = ('latent', 'keys', 'values')  # a slot a token, after the batch
+# Entries with a slot a token, and how far behind the batch that axis is.
+SLOTTED = {'latent': 1, 'keys': 2, 'values': 2}
 
 
 class Cache(struct.PyTreeNode):
@@ -67,7 +68,8 @@ class Cache(struct.PyTreeNode):
         return x
       names = [None] * axis + ['batch'] + [None] * (x.ndim - axis - 1)
       x = sharding.constrain(x.astype(old.dtype), *names)
-      return jax.lax.dynamic_update_slice_in_dim(old, x, span.start, axis + 1)
+      axis += SLOTTED[name]
+      return jax.lax.dynamic_update_slice_in_dim(old, x, span.start, axis)
 
     layers = self.map_layers(write, new)
     return Cache(layers, span.valid, self.length + time)
@@ -79,7 +81,9 @@ class Cache(struct.PyTreeNode):
       return self
 
     def grow(name, axis, x):
-      return _padded(x, axis + 1, more) if name in SLOTTED else x
+      if name not in SLOTTED:
+        return x
+      return _padded(x, axis + SLOTTED[name], more)
 
     return self.replace(
       layers=self.map_layers(grow), valid=_padded(self.valid, 1, more)

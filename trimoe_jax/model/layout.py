@@ -11,9 +11,34 @@ folded too. What remains different is written out.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
 
 from trimoe_jax.config import Ffn, Mixer, ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrolled(ModelConfig):
+  """A model whose layers are all written out; nothing is stacked.
+
+  A scan cuts each layer's weights out of a stack. Where one token is computed
+  at a time that reads and writes them once more; in training it is nothing
+  beside the products, and the program stays small.
+  """
+
+  @classmethod
+  def of(cls, config: ModelConfig) -> Unrolled:
+    names = [field.name for field in dataclasses.fields(config)]
+    return cls(**{name: getattr(config, name) for name in names})
+
+  @property
+  def scans_layers(self) -> bool:
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +128,14 @@ def block_runs(config: ModelConfig) -> tuple[BlockRun, ...]:
   """The whole network as runs of equal residual blocks."""
   kinds = [Layer(config.mixer(i), config.ffn(i)) for i in range(config.layers)]
   size = config.residual_block
-  blocks = [fold(kinds[i : i + size]) for i in range(0, config.layers, size)]
+  group = fold if config.scans_layers else tuple
+  blocks = [group(kinds[i : i + size]) for i in range(0, config.layers, size)]
   runs, i = [], 0
   while i < len(blocks):
-    count = 1
-    while i + count < len(blocks) and blocks[i + count] == blocks[i]:
-      count += 1
+    same = itertools.takewhile(
+      functools.partial(operator.eq, blocks[i]), blocks[i:]
+    )
+    count = len(list(same)) if config.scans_layers else 1
     runs.append(BlockRun(f'blocks_{len(runs)}', i, count, blocks[i]))
     i += count
   return tuple(runs)
@@ -139,3 +166,15 @@ def _addresses(
     else:
       for copy in range(node.count):
         yield from _addresses(node.body, here, (*index, copy))
+
+
+def unroll(params: Any, config: ModelConfig) -> Any:
+  """The parameters of `Unrolled.of(config)`, whatever a layer consists of."""
+  runs = {run.name for run in block_runs(config)}
+  out = {name: x for name, x in params.items() if name not in runs}
+  into = layer_addresses(Unrolled.of(config))
+  for (path, index), (to, _) in zip(layer_addresses(config), into):
+    layer = functools.reduce(lambda tree, name: tree[name], path, params)
+    block = out.setdefault(to[0], {})
+    block[to[1]] = jax.tree.map(lambda x, i=index: x[i] if i else x, layer)
+  return out

@@ -1,0 +1,246 @@
+"""Time of a decoding step over the length of what was read before.
+
+The model of the repository against one of the same size whose every layer is
+softmax attention with a key and a value of each head in its cache
+(`model/mha.py`). Caches hold random numbers, as if a prompt of that length had
+been read; `prefill` reads one truly. Weights are random too.
+
+A step reads every weight that its tokens use and the whole cache once: the
+floor is those bytes at the bandwidth of a copy here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.timing import copy_bandwidth
+from trimoe_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from trimoe_jax.model import router
+from trimoe_jax.model.cache import SLOTTED, Cache
+from trimoe_jax.model.layout import Unrolled
+from trimoe_jax.model.mha import FullAttention
+from trimoe_jax.model.model import (
+  Model,
+  count_parameters,
+  init_cache,
+  model_parameters,
+)
+from trimoe_jax.model.parameters import initialize
+from trimoe_jax.sampling import Drawing, State, advance, serving_params, start
+from trimoe_jax.sampling.decode import row_keys
+
+COLUMNS = (
+  'model',
+  'prefix',
+  'batch',
+  'ms/token',
+  'tokens/s',
+  'floor ms',
+  'MB/sequence',
+)
+# experiments/configs, as far as a step depends on them.
+SHAPES = {
+  'tiny': ModelConfig(
+    vocab_size=264,
+    width=96,
+    layers=4,
+    mla_layers=(4,),
+    dense_hidden=384,
+    residual_block=1,
+    dtype='float32',
+    kda=KdaConfig(heads=2, value_dim=32, key_dim=32, gate_rank=32),
+    mla=MlaConfig(heads=2, value_dim=32, query_rank=32, kv_rank=16),
+    moe=MoeConfig(experts=16, top_k=2, hidden=64, latent=48),
+  ),
+  'micro': ModelConfig(
+    vocab_size=16384,
+    width=512,
+    layers=13,
+    mla_layers=(4, 8, 12, 13),
+    dense_hidden=2432,
+    residual_block=2,
+    kda=KdaConfig(heads=14, key_dim=64, value_dim=64, gate_rank=64),
+    mla=MlaConfig(
+      heads=14,
+      query_rank=128,
+      kv_rank=64,
+      nope_dim=64,
+      shared_dim=32,
+      value_dim=64,
+    ),
+    moe=MoeConfig(
+      experts=64, top_k=4, shared_experts=2, hidden=224, latent=256
+    ),
+  ),
+}
+MODELS = {'trimoe': Unrolled, 'full': FullAttention}
+PERIOD = 1024  # random slots, repeated over the prefix
+
+
+def run(
+  shape: str = 'micro',
+  *,
+  models: str = 'trimoe,full',
+  prefixes: tuple[int, ...] = tuple(4**n * 1024 for n in range(6)),
+  batches: tuple[int, ...] = (1,),
+  tokens: int = 64,
+  repeats: int = 5,
+  prefill: int | None = None,
+  gigabytes: float = 100.0,
+) -> list[dict[str, float | str]]:
+  """A row for each model, batch and prefix, printed and returned.
+
+  Args:
+    shape: a key of SHAPES.
+    models: keys of MODELS by commas.
+    prefixes: tokens in the cache before the first step that is timed.
+    batches: sequences decoded together.
+    tokens: steps of one timed call.
+    repeats: timed calls, of which the best median is reported.
+    prefill: also read a prompt of so many tokens, in pieces, and print the
+      tokens a second.
+    gigabytes: larger caches are left out, and said so.
+
+  Raises:
+    ValueError: an unknown shape or model.
+  """
+  names = models.split(',')
+  if shape not in SHAPES or not set(names) <= set(MODELS):
+    raise ValueError(
+      f'shape={shape!r}, models={models!r}: choose of {sorted(SHAPES)} and '
+      f'{sorted(MODELS)}.'
+    )
+  bandwidth = copy_bandwidth()
+  print(' '.join(f'{name:>12}' for name in COLUMNS))
+  rows = []
+  for name in names:
+    config = MODELS[name].of(SHAPES[shape])
+    model, weights = Model(config), _weights(config)
+    for batch in batches:
+      for prefix in prefixes:
+        room = prefix + (repeats + 1) * tokens
+        if _cache_bytes(config, batch, room) > gigabytes * 1e9:
+          print(f'{name:>12} {prefix:>12} {batch:>12}: cache too large')
+          continue
+        seconds = _step_seconds(
+          model, weights, (batch, prefix, room), tokens, repeats
+        )
+        size = _cache_bytes(config, 1, prefix)
+        moved = 2 * _active(config, batch) + batch * size
+        values = seconds * 1e3, batch / seconds, moved / bandwidth * 1e3
+        values = (name, prefix, batch, *values, size / 1e6)
+        rows.append(dict(zip(COLUMNS, values)))
+        print(' '.join(_cell(x) for x in values), flush=True)
+    if prefill:
+      _print_prefill(name, model, weights, prefill)
+  return rows
+
+
+def _cell(x) -> str:
+  return f'{x:>12.4f}' if isinstance(x, float) else f'{x:>12}'
+
+
+def _weights(config):
+  params = jax.jit(lambda key: initialize(model_parameters(config), key))(
+    jax.random.key(0)
+  )
+  state = router.init_state(config.moe_layers, config.router, config.moe)
+  cast = jax.jit(serving_params, static_argnums=1, donate_argnums=0)
+  return cast(params, Model(config)), state
+
+
+def _active(config, batch: int) -> int:
+  """Weights that one step of a batch reads; tokens choose experts apart."""
+  count, c = count_parameters(config), config.moe
+  expert = config.moe_layers * 3 * c.latent * c.hidden
+  used = c.experts * (1 - (1 - c.top_k / c.experts) ** batch)
+  return count.active + round((used - c.top_k) * expert)
+
+
+def _cache_bytes(config, batch: int, room: int) -> int:
+  shapes = jax.eval_shape(lambda: init_cache(config, batch, room).layers)
+  return sum(
+    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes)
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _filled(config, batch: int, prefix: int, room: int) -> Cache:
+  """A cache of random rows, as after `prefix` tokens."""
+  cache = init_cache(config, batch, room)
+
+  def fill(name, axis, x):
+    draw = lambda shape: jax.random.normal(jax.random.key(x.size), shape)
+    if name not in SLOTTED:
+      return (0.1 * draw(x.shape)).astype(x.dtype)
+    axis += SLOTTED[name]
+    shape = (*x.shape[:axis], PERIOD, *x.shape[axis + 1 :])
+    times = [1] * x.ndim
+    times[axis] = -(-room // PERIOD)
+    tiled = jnp.tile(draw(shape).astype(x.dtype), times)
+    return jax.lax.slice_in_dim(tiled, 0, room, axis=axis)
+
+  return Cache(
+    layers=cache.map_layers(fill),
+    valid=jnp.broadcast_to(jnp.arange(room) < prefix, cache.valid.shape),
+    length=jnp.int32(prefix),
+  )
+
+
+def _step_seconds(model, weights, size, tokens: int, repeats: int) -> float:
+  """Median seconds of one step, of a call that makes `tokens`."""
+  batch, prefix, room = size
+  state = State(
+    cache=_filled(model.config, batch, prefix, room),
+    logits=jnp.zeros((batch, model.config.vocab_size)),
+    last=jnp.zeros(batch, jnp.int32),
+    stopped=jnp.zeros(batch, bool),
+    keys=row_keys(jax.random.key(0), batch),
+    step=jnp.int32(0),
+  )
+  seconds = []
+  for _ in range(repeats + 1):
+    begin = time.perf_counter()
+    out, state = _advance(model, weights, state, tokens)
+    jax.block_until_ready((out, state))
+    seconds.append((time.perf_counter() - begin) / tokens)
+  return sorted(seconds[1:])[repeats // 2]
+
+
+def _advance(model, weights, state, tokens: int) -> tuple[Any, State]:
+  stop_s = jnp.full(4, -1, jnp.int32)
+  return advance(
+    model,
+    weights,
+    state,
+    Drawing(0.0),
+    stop_s,
+    count=jnp.int32(tokens),
+    most=tokens,
+  )
+
+
+def _print_prefill(name, model, weights, length: int):
+  """Reads one prompt twice; the second time is without compilation."""
+  key = jax.random.key(1)
+  vocabulary = model.config.vocab_size
+  prompt = jax.random.randint(key, (1, length), 0, vocabulary)
+  read = lambda: jax.block_until_ready(
+    start(model, weights, prompt, key=key, max_tokens=64)
+  )
+  read()
+  begin = time.perf_counter()
+  state = read()
+  seconds = time.perf_counter() - begin
+  finite = bool(jnp.all(jnp.isfinite(state.logits)))
+  print(
+    f'{name}: a prompt of {length} tokens read in {seconds:.3f} s, '
+    f'{length / seconds:.0f} tokens/s; finite logits: {finite}',
+    flush=True,
+  )
