@@ -6,8 +6,6 @@ of the rows that the producing lane asked for; each is handed over only where
 the consumers expect it, and only if its slot was released.
 """
 
-import itertools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -183,18 +181,16 @@ def reference_gradients(exact, mask, cotangents):
 
 
 SPECS = (
-  ArgSpec('plain', 3, (5,), 512, partial=False),
-  ArgSpec('partial', 2, (7,), 256),
-  ArgSpec('masked', 4, (3,), 768, masked=(1, 4)),
-  ArgSpec('nothing', 1, (3,), 256, masked=(0, 1)),
-  ArgSpec('one', 1, (4,), 256, partial=False),
-  ArgSpec('float32', 2, (5,), 384, dtype='float32'),
+  ArgSpec('plain', 3, (3,), 512, partial=False),
+  ArgSpec('masked', 3, (3,), 256, masked=(1, 3)),
+  ArgSpec('nothing', 1, (2,), 256, masked=(0, 1)),
+  ArgSpec('float32', 2, (3,), 256, dtype='float32'),
 )
 
 
 @pytest.mark.parametrize(
   'spec, resident',
-  itertools.product(SPECS, (True, False)),
+  [*((spec, True) for spec in SPECS), (SPECS[1], False)],
   ids=lambda x: getattr(x, 'name', f'resident={x}'),
 )
 def test_both_passes(spec, resident, monkeypatch):

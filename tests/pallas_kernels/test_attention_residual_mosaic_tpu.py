@@ -14,12 +14,12 @@ from pallas_kernels.testing import assert_close
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 EPS = 1e-5
+# Blocks of 16 tokens: one or several, whole or ragged.
 SPECS = (
-  ArgSpec('one', 1, (16,), 128, partial=False),
   ArgSpec('ragged', 2, (3, 7), 256),
-  ArgSpec('masked', 4, (48,), 384, masked=(1, 4)),
+  ArgSpec('masked', 3, (48,), 128, masked=(1, 3)),
   ArgSpec('nothing', 1, (5,), 128, masked=(0, 1)),
-  ArgSpec('float32', 3, (33,), 128, partial=False, dtype='float32'),
+  ArgSpec('float32', 2, (33,), 128, partial=False, dtype='float32'),
 )
 
 
@@ -53,11 +53,9 @@ def close(got, want, output, dtype):
   assert_close(got, want, 'attention_residual', output, dtype)
 
 
-@pytest.mark.parametrize('block', (16, 256))
 @pytest.mark.parametrize('spec', SPECS, ids=lambda spec: spec.name)
-def test_equals_float64(spec, block, monkeypatch):
-  both_passes.clear_cache()
-  monkeypatch.setattr(mosaic_tpu, '_MOST_TOKENS', block)
+def test_equals_float64(spec, monkeypatch):
+  monkeypatch.setattr(mosaic_tpu, '_MOST_TOKENS', 16)
   positional, keywords = spec.arguments()
   mask = keywords.get('mask')
   arrays = positional[0], keywords.get('partial'), *positional[1:]
@@ -80,7 +78,9 @@ def test_equals_float64(spec, block, monkeypatch):
     np.testing.assert_array_equal(gradients[0][~mask[: spec.sources]], 0)
 
 
-@pytest.mark.parametrize('name', ('attnres_n2', 'attnres_n9'))
+@pytest.mark.parametrize(
+  'name', ('attnres_n2', pytest.param('attnres_n9', marks=pytest.mark.slow))
+)
 def test_golden_numbers(name):
   """Rows four times side by side have the same mix with a quarter of w."""
   data = dict(np.load(GOLDEN / f'{name}.npz'))
