@@ -44,6 +44,8 @@ _CONSTANT = re.compile(r'\bconstant\((\d+)\)')
 _GROUPS = re.compile(
   r'replica_groups=(?:\[\d+,(\d+)\]<=|\{\{([\d,]+)\}|\[(\d+)\]<=)'
 )
+# A Pallas kernel's own attributes may hold line breaks.
+_CONTINUED = re.compile(r'\n(?="|\}[^\n])')
 _MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}')
 
 
@@ -256,7 +258,7 @@ def _parse(text: str) -> tuple[str, dict[str, list[Instruction]]]:
   """The entry's name, and the instructions of each computation."""
   computations: dict[str, list[Instruction]] = {}
   entry, current = '', None
-  for line in text.splitlines():
+  for line in _CONTINUED.sub(' ', text).splitlines():
     if line and not line[0].isspace():
       found = _HEADER.match(line)
       current = computations.setdefault(found[2], []) if found else None

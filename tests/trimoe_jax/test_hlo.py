@@ -75,6 +75,10 @@ TPU = """HloModule jit_f
   %p.1 = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
   %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%p.1), index=1
   %s = f32[16,128]{1,0:T(8,128)S(1)} all-gather(%x), channel_id=1, replica_groups=mesh['data'=4,'context'=2] {'context'}, dimensions={0}
+  %k = f32[8,128]{1,0:T(8,128)} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="kernel"}
+  %p.2 = f32[8,128]{1,0:T(8,128)} collective-permute(%k), channel_id=2, source_target_pairs={{0,1},{1,0}}
   ROOT %t = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%i.2, %y)
 }
 
@@ -90,7 +94,12 @@ def test_text_of_the_tpu_compiler():
   found = hlo.Program(TPU, 8)
   assert found.executions['body'] == 7
   size = 16 * 128 * 4
-  assert found.collectives() == {'all-gather': (7, 7 * size // 2)}
+  assert found.collectives() == {
+    'all-gather': (7, 7 * size // 2),
+    'collective-permute': (7, 7 * size // 2),
+  }
+  kernel = next(i for i, _ in found.instructions() if i.name == 'k')
+  assert kernel.text.endswith('op_name="kernel"}')
   assert found.largest(1)[0].dims == (16, 128)
 
 
