@@ -3,6 +3,7 @@
   python -m experiments.bench kda --specs=small,k3_head --chunk_size=64
   python -m experiments.bench quantile_router
   python -m experiments.bench balance --out=runs/balance
+  python -m experiments.bench kda_layer --peers=fla
   python -m experiments.bench tpu_schedule --chip=v6e --op=kda --length=8192
 
 Every flag after the verb is an argument of the verb's function: numbers,
@@ -25,6 +26,7 @@ VERBS = {
   'grouped_matmul': 'pallas_kernels.grouped_matmul.bench',
   'balance': 'trimoe_jax.evals.balance',
   'moe': 'trimoe_jax.model.moe_bench',
+  'kda_layer': 'trimoe_jax.model.kda_bench',
   'decode': 'trimoe_jax.sampling.bench',
 }
 SCHEDULES = {
