@@ -225,7 +225,9 @@ class MistakeTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'block_size=0'):
       blockwise(q, k, v, None, 0)
     with self.assertRaisesRegex(ValueError, 'implementation'):
-      causal_attention(q, k, v, scale=1.0, implementation='cudnn')
+      causal_attention(q, k, v, scale=1.0, implementation='flash')
+    with self.assertRaisesRegex(NotImplementedError, 'it is a TPU kernel'):
+      causal_attention(q, k, v, scale=1.0, implementation='splash')
 
   def test_no_time(self):
     q, k, v, _ = sample(0)

@@ -24,8 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from trimoe_jax.model import splash
 
-_CANDIDATES = (('xla', None),)
+_FRAGMENT_CANDIDATES = (
+  (
+    'library',
+    'libraries want all keys and values at once, and here a block exists at a '
+    'time',
+  ),
+  ('xla', None),
+)
 
 
 class Queries(NamedTuple):
@@ -66,7 +74,8 @@ def causal_attention(
       give zero, have zero gradients and may hold anything. A document begins
       where an id differs from the last one that was not padding.
     block_size: rows in a block at most; shorter sequences are one dense tile.
-    implementation: 'xla', or None for the best on this device.
+      Only 'xla' reads it.
+    implementation: 'splash' (TPU), 'xla', or None for the best on this device.
 
   Returns:
     [B, T, H, V] float32, as the softmax is (Kimi K3 technical report: the
@@ -77,15 +86,28 @@ def causal_attention(
     TypeError: `segment_ids` are not integers.
   """
   _check(q_bthk, k_bshk, v_bshv, segment_ids, block_size)
-  dispatch.choose('causal_attention', implementation, _CANDIDATES)
+  candidates = (('splash', splash.refusal(q_bthk, v_bshv)), ('xla', None))
+  name = dispatch.choose('causal_attention', implementation, candidates)
   if 0 in (*q_bthk.shape, *v_bshv.shape):
     return jnp.zeros((*q_bthk.shape[:3], v_bshv.shape[3]), _wide(q_bthk))
+  run = functools.partial(_blockwise, block_size=block_size)
+  if name == 'splash':
+    run = _splash
+  arrays = q_bthk, k_bshk, v_bshv
   if segment_ids is None:
-    return _blockwise((q_bthk, k_bshk, v_bshv), None, scale, block_size)
+    return run(arrays, None, scale)
   live = (segment_ids != 0)[..., None, None]
-  arrays = [jnp.where(live, x, 0) for x in (q_bthk, k_bshk, v_bshv)]
-  out_bthv = _blockwise(arrays, segment_ids, scale, block_size)
+  arrays = [jnp.where(live, x, 0) for x in arrays]
+  out_bthv = run(arrays, segment_ids, scale)
   return jnp.where(live, out_bthv, 0)  # also keeps cotangents of padding out
+
+
+def _splash(arrays, segment_ids, scale, interpret=False):
+  document_bt = None
+  if segment_ids is not None:
+    document_bt = jnp.cumsum(_opens(segment_ids)[0], axis=1, dtype=jnp.int32)
+    document_bt = jnp.where(segment_ids != 0, document_bt, 0)
+  return splash.attend(*arrays, document_bt, scale=scale, interpret=interpret)
 
 
 def _blockwise(arrays, segment_ids, scale, block_size):
@@ -138,6 +160,7 @@ def fragment_attention(
   Returns:
     [B, F, L, H, V] float32.
   """
+  dispatch.choose('fragment_attention', None, _FRAGMENT_CANDIDATES)
   batch, fragments, length = q_bfthk.shape[:3]
   time = latents_bsr.shape[1]
   block = max(n for n in range(1, block_size + 1) if length % n == 0)
@@ -193,17 +216,23 @@ def _documents(segment_ids, count, block):
   missing = count * block - segment_ids.shape[1]
   id_bt = jnp.pad(segment_ids, ((0, 0), (0, missing)))
   live_bt = id_bt != 0
-  time_bt = jax.lax.broadcasted_iota(jnp.int32, id_bt.shape, 1)
-  last_bt = jax.lax.cummax(jnp.where(live_bt, time_bt, -1), axis=1)
-  before_bt = jnp.pad(last_bt, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-  id_before_bt = jnp.take_along_axis(id_bt, jnp.maximum(before_bt, 0), axis=1)
-  opens_bt = live_bt & ((before_bt < 0) | (id_before_bt != id_bt))
+  opens_bt, time_bt = _opens(id_bt)
   start_bt = jax.lax.cummax(jnp.where(opens_bt, time_bt, 0), axis=1)
   start_bt = jnp.where(live_bt, start_bt, count * block)
   by_block = lambda x_bt: x_bt.reshape(-1, count, block).swapaxes(0, 1)
   start_nbt = by_block(start_bt)
   block_n = jnp.min(start_nbt, axis=(1, 2)) // block
   return _Documents(start_nbt, by_block(live_bt), block_n)
+
+
+def _opens(id_bt):
+  """Which rows begin a document, and the time of each row."""
+  live_bt = id_bt != 0
+  time_bt = jax.lax.broadcasted_iota(jnp.int32, id_bt.shape, 1)
+  last_bt = jax.lax.cummax(jnp.where(live_bt, time_bt, -1), axis=1)
+  before_bt = jnp.pad(last_bt, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+  id_before_bt = jnp.take_along_axis(id_bt, jnp.maximum(before_bt, 0), axis=1)
+  return live_bt & ((before_bt < 0) | (id_before_bt != id_bt)), time_bt
 
 
 def _visible(at, block, documents, query_axis):
