@@ -97,7 +97,8 @@ def short_conv(
     w_shkw: taps [S, H, K, W].
     segment_ids: [B, T] int32; a tap never reaches into another document.
     tail: [B, W - 1, S, H, K], the inputs before the first; None for zeros.
-    tail_ids: [B, W - 1], their documents; None for that of the first token.
+    tail_ids: [B, W - 1], their documents; None for that of the first token,
+      which they then precede even where padding comes first.
 
   Returns:
     S arrays [B, T, H, K] in x's dtype, accumulated in float32, and the next
@@ -110,13 +111,38 @@ def short_conv(
     zeros = jnp.zeros((batch, reach, *x_btshk.shape[2:]), x_btshk.dtype)
     padded = jnp.concatenate([zeros, silenced], 1)
     return short_convolutions(x_btshk, w_shkw, segment_ids), padded[:, time:]
-  padded, ids = jnp.concatenate([tail.astype(x_btshk.dtype), silenced], 1), None
-  if segment_ids is not None:
-    if tail_ids is None:
-      tail_ids = jnp.broadcast_to(segment_ids[:, :1], (batch, reach))
+  tail = tail.astype(x_btshk.dtype)
+  padded, ids = jnp.concatenate([tail, silenced], 1), None
+  if segment_ids is not None and tail_ids is None:
+    padded, ids = _behind_padding(tail, silenced, segment_ids)
+  elif segment_ids is not None:
     ids = jnp.concatenate([tail_ids, segment_ids], 1)
   ys = short_convolutions(padded, w_shkw, ids)
   return tuple(y_bthk[:, reach:] for y_bthk in ys), padded[:, time:]
+
+
+def _behind_padding(tail_bwshk, x_btshk, segment_ids):
+  """Tail and inputs in a row, padding before the tail, and their documents."""
+  reach = tail_bwshk.shape[1]
+  first_b1 = jnp.argmax(segment_ids > 0, 1)[:, None]
+  first_b1 = jnp.where(
+    segment_ids.max(1)[:, None] > 0, first_b1, x_btshk.shape[1]
+  )
+  at_bt = jnp.arange(reach + x_btshk.shape[1]) - first_b1
+  in_tail_bt = (at_bt >= 0) & (at_bt < reach)
+  wide = lambda at: at[..., None, None, None]
+  take = lambda x, at: jnp.take_along_axis(x, wide(at), axis=1)
+  moved = take(tail_bwshk, jnp.clip(at_bt, 0, reach - 1))
+  nothing = ((0, 0), (reach, 0))
+  padded = jnp.pad(x_btshk, (*nothing, *[(0, 0)] * 3))
+  ids = jnp.pad(segment_ids, nothing)
+  id_b1 = jnp.take_along_axis(
+    segment_ids, jnp.minimum(first_b1, x_btshk.shape[1] - 1), axis=1
+  )
+  return (
+    jnp.where(wide(in_tail_bt), moved, padded),
+    jnp.where(in_tail_bt, id_b1, ids),
+  )
 
 
 def _joint(config: ModelConfig) -> tuple[tuple[str, ...], ...]:

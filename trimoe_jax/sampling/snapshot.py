@@ -73,7 +73,7 @@ def save(path: str | os.PathLike, state: State, config: ModelConfig):
   """Writes a state to one file; a save that was interrupted leaves none."""
   path = pathlib.Path(path)
   tensors = {
-    name: np.ascontiguousarray(jax.device_get(x))
+    name: np.array(jax.device_get(x), order='C')
     for name, x in _named(_without_keys(state)).items()
   }
   keys = {'implementation': str(jax.random.key_impl(state.keys))}
