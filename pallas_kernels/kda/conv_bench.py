@@ -1,4 +1,4 @@
-"""Time of the short convolution, against its floor and XLA.
+"""Time of short convolutions side by side, against their floor and XLA.
 
 The floor is the traffic that cannot be avoided over the bandwidth of a large
 copy, measured in the same process: forward reads x and writes the output; the
@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.short_conv import short_convolution
+from pallas_kernels.kda.short_conv import short_convolutions
 from pallas_kernels.timing import copy_bandwidth, median_seconds
 
 COLUMNS = ('shape', 'pass', 'ms', 'floor_ms', 'times_floor', 'peer_ratio')
@@ -21,7 +21,7 @@ COLUMNS = ('shape', 'pass', 'ms', 'floor_ms', 'times_floor', 'peer_ratio')
 
 def run(
   *,
-  shapes: str = '4x8192x16x128',
+  shapes: str = '4x8192x3x16x128',
   width: int = 4,
   implementation: str | None = None,
   repeats: int = 10,
@@ -29,7 +29,7 @@ def run(
   """Two rows a shape, printed and returned; `peer_ratio` above 1 is faster.
 
   Args:
-    shapes: B x T x H x K, several by commas; bfloat16.
+    shapes: B x T x inputs x H x K, several by commas; bfloat16.
     width: taps.
     implementation: as for `short_convolution`.
     repeats: timed calls, of which the median is reported.
@@ -53,17 +53,18 @@ def run(
 def _seconds(shape, width: int, how) -> float:
   kind, implementation, repeats = how
   keys = jax.random.split(jax.random.key(0), 3)
-  x, cotangent = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:2])
+  x, cotangents = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:2])
+  cotangents = tuple(cotangents[:, :, i] for i in range(shape[2]))
   taps = jax.random.normal(keys[2], (*shape[2:], width))
 
   def forward(x, taps):
-    return short_convolution(x, taps, implementation=implementation)
+    return short_convolutions(x, taps, implementation=implementation)
 
-  def gradient(x, taps, cotangent):
+  def gradient(x, taps, cotangents):
     out, pull = jax.vjp(forward, x, taps)
-    return out, pull(cotangent)
+    return out, pull(cotangents)
 
   if kind == 'forward':
     return median_seconds(jax.jit(forward), x, taps, repeats=repeats)
   timed = jax.jit(gradient)
-  return median_seconds(timed, x, taps, cotangent, repeats=repeats)
+  return median_seconds(timed, x, taps, cotangents, repeats=repeats)

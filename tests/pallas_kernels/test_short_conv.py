@@ -25,6 +25,7 @@ from pallas_kernels.kda import (
   mosaic_gpu,
   mosaic_gpu_conv,
   short_convolution,
+  short_convolutions,
 )
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 from pallas_kernels.kda.short_conv import refusal
@@ -200,23 +201,28 @@ def test_lowers_for_cuda(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize('shape', [(2, 1000, 512, 4), (1, 333, 1024, 3)])
 @pytest.mark.parametrize('packed', [False, True])
-def test_kernels(shape, packed):
+@pytest.mark.parametrize('parts', [1, 3])
+def test_kernels(shape, packed, parts):
   x, taps, ids, d = case(*shape, packed)
-  run = lambda x, taps: short_convolution(
+  xs, ds = ([np.roll(a, i, 1) for i in range(parts)] for a in (x, d))
+  tapss = [taps * (1 - i) for i in range(parts)]
+  run = lambda x, taps: short_convolutions(
     x, taps, ids, implementation='mosaic_gpu'
   )
-  y, pull = jax.vjp(jax.jit(run), heads(x), heads(taps))
-  d_x, d_taps = pull(heads(d))
-  assert (
-    testing.relative_rms(y.reshape(x.shape), by_definition(x, taps, ids)) < 3e-3
-  )
-  want_x, want_taps = plain_gradients(x, taps, ids, d)
-  assert testing.relative_rms(d_x.reshape(x.shape), want_x) < 3e-3
-  assert testing.relative_rms(d_taps.reshape(taps.shape), want_taps) < 1e-5
+  joint = lambda arrays, axis: jnp.stack([heads(a) for a in arrays], axis)
+  ys, pull = jax.vjp(jax.jit(run), joint(xs, 2), joint(tapss, 0))
+  d_x, d_taps = pull(tuple(heads(d) for d in ds))
+  for i in range(parts):
+    want_y = by_definition(xs[i], tapss[i], ids)
+    assert testing.relative_rms(ys[i].reshape(x.shape), want_y) < 3e-3
+    want_x, want_taps = plain_gradients(xs[i], tapss[i], ids, ds[i])
+    assert testing.relative_rms(d_x[:, :, i].reshape(x.shape), want_x) < 3e-3
+    got_taps = d_taps[i].reshape(taps.shape)
+    assert testing.relative_rms(got_taps, want_taps) < 1e-5
 
 
 @pytest.mark.slow
 def test_benchmark_prints_two_rows(capsys):
-  rows = conv_bench.run(shapes='1x64x2x8', repeats=1)
+  rows = conv_bench.run(shapes='1x64x3x2x8', repeats=1)
   assert [row['pass'] for row in rows] == ['forward', 'gradient']
-  assert capsys.readouterr().out.count('1x64x2x8') == 2
+  assert capsys.readouterr().out.count('1x64x3x2x8') == 2
