@@ -17,7 +17,7 @@ from trimoe_jax.config import TrainConfig
 from trimoe_jax.data import StageConfig
 from trimoe_jax.losses import LossSums, cross_entropy
 from trimoe_jax.model import router
-from trimoe_jax.model.media import Media
+from trimoe_jax.model.media import images_of
 from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState, RouterStats
 from trimoe_jax.model.vision_config import PATCH
@@ -128,13 +128,6 @@ def _hidden(params, batch, state, config):
     method='hidden',
   )
   return hidden_btd, aux.router
-
-
-def images_of(batch: Batch) -> Media | None:
-  """The images of one micro-batch, if it has any."""
-  if 'patches' not in batch:
-    return None
-  return Media(batch['patches'], batch['grids'])
 
 
 def _over_micro_batches(function, batch: Batch, add):

@@ -23,6 +23,13 @@ def write(folder, files):
   return str(folder)
 
 
+def texts(source):
+  """(path, text) of documents, which have no images."""
+  documents = read_documents(source)
+  assert not any(document.images for document in documents)
+  return [(document.path, document.text) for document in documents]
+
+
 def test_standard_library():
   documents = read_documents()
   paths = [document.path for document in documents]
@@ -48,7 +55,7 @@ def test_folder_is_recursive_sorted_and_selective(tmp_path):
       'z.jsonl': '{"text": "one"}\n\n{"text": "three", "id": 3}\n',
     },
   )
-  assert read_documents(root) == [
+  assert texts(root) == [
     ('a/c.md', 'sea'),
     ('a/d.py', 'dee'),
     ('b.txt', 'bee'),
@@ -59,20 +66,20 @@ def test_folder_is_recursive_sorted_and_selective(tmp_path):
 
 def test_glob_and_single_file(tmp_path):
   root = write(tmp_path, {'a/x.txt': '1', 'a/b/y.txt': '2', 'a/z.md': '3'})
-  found = read_documents(os.path.join(root, 'a', '**', '*.txt'))
+  found = texts(os.path.join(root, 'a', '**', '*.txt'))
   assert found == [('b/y.txt', '2'), ('x.txt', '1')]
-  assert read_documents(os.path.join(root, 'a', 'z.md')) == [('z.md', '3')]
+  assert texts(os.path.join(root, 'a', 'z.md')) == [('z.md', '3')]
 
 
 def test_undecodable_bytes_are_replaced(tmp_path):
   root = write(tmp_path, {'a.txt': b'\xef\xbb\xbfcaf\xe9'})
-  assert read_documents(root) == [('a.txt', 'caf\ufffd')]
+  assert texts(root) == [('a.txt', 'caf\ufffd')]
 
 
 def test_jsonl_keeps_unusual_line_separators(tmp_path):
   line = json.dumps({'text': 'a\u2028b\x85c'}, ensure_ascii=False)
   root = write(tmp_path, {'a.jsonl': line})
-  assert read_documents(root) == [('a.jsonl:1', 'a\u2028b\x85c')]
+  assert texts(root) == [('a.jsonl:1', 'a\u2028b\x85c')]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from trimoe_jax.data.corpus import Corpus as Corpus
 from trimoe_jax.data.corpus import load_corpus as load_corpus
 from trimoe_jax.data.packing import Batch as Batch
 from trimoe_jax.data.packing import Documents as Documents
+from trimoe_jax.data.packing import Room as Room
 from trimoe_jax.data.sources import DataConfig as DataConfig
 from trimoe_jax.data.sources import Document as Document
 from trimoe_jax.data.sources import read_documents as read_documents

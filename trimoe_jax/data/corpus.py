@@ -13,16 +13,23 @@ from trimoe_jax.data.packing import (
   Batch,
   Documents,
   Plan,
+  Room,
   gather_rows,
   plan_rows,
+  refuse_images,
 )
+from trimoe_jax.data.pictures import read_pictures
 from trimoe_jax.data.sources import (
   DataConfig,
   Document,
   read_documents,
   split_documents,
 )
-from trimoe_jax.data.tokenizer import Tokenizer, load_tokenizer
+from trimoe_jax.data.tokenizer import (
+  Tokenizer,
+  encode_with_images,
+  load_tokenizer,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,16 +42,18 @@ class Corpus:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of every path and token, to notice data that changed on disk."""
+    """A hash of paths, tokens and pixels, to notice data that changed."""
     digest = hashlib.sha256()
     for side in (self.train, self.heldout):
       digest.update('\0'.join(side.paths).encode(errors='surrogateescape'))
       digest.update(side.offsets.tobytes())
       digest.update(side.tokens.tobytes())
+      for image in (image for own in side.images for image in own):
+        digest.update(np.array(image.grid).tobytes() + image.patches.tobytes())
     return digest.hexdigest()[:16]
 
   def heldout_batches(
-    self, context: int, count: int, batch: int = 1
+    self, context: int, count: int, batch: int = 1, room: Room | None = None
   ) -> list[Batch]:
     """The first `count` held-out batches of `batch` rows; always the same ones.
 
@@ -53,7 +62,7 @@ class Corpus:
     every document gives one before any gives a second, in a fixed random
     order. Documents longer than a row are cut. When the held-out split has
     fewer rows there are fewer batches, at least one, and the last one is
-    filled up with padding rows.
+    filled up with padding rows. `room` for images as in `gather_rows`.
 
     Raises:
       ValueError: `context`, `count` or `batch` below 1.
@@ -65,13 +74,16 @@ class Corpus:
     ):
       if value < 1:
         raise ValueError(f'heldout_batches: {name}={value}; use 1 or more.')
-    plan = plan_rows(self.heldout.positions, context)
+    refuse_images(self.heldout, context, room or Room(), 'the evaluation')
+    plan = plan_rows(
+      self.heldout.positions, context, needs=self.heldout.needs, room=room
+    )
     order = _heldout_order(plan)[: count * batch]
     pad_id = self.tokenizer.pad_id
     batches = []
     for first in range(0, len(order), batch):
       rows = gather_rows(
-        self.heldout, plan, order[first : first + batch], pad_id
+        self.heldout, plan, order[first : first + batch], pad_id, room
       )
       batches.append(_fill_up(rows, batch, pad_id))
     return batches
@@ -86,7 +98,10 @@ def load_corpus(config: DataConfig) -> Corpus:
       `config.min_document_tokens` tokens.
   """
   tokenizer = load_tokenizer(config.tokenizer)
-  documents = read_documents(config.source)
+  if config.source == 'pictures':
+    documents = read_pictures(config.heldout_fraction, config.seed)
+  else:
+    documents = read_documents(config.source)
   train, heldout = split_documents(documents, config.heldout_fraction)
   minimum = config.min_document_tokens
   return Corpus(
@@ -108,11 +123,17 @@ def tokenise(
     ValueError: every document has fewer than `min_tokens` tokens of text.
   """
   dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-  ids = tokenizer.encode_batch([document.text for document in documents])
-  paths, framed = [], []
-  for document, text_ids in zip(documents, ids):
-    if len(text_ids) >= min_tokens:
+  pictures = [bool(document.images) for document in documents]
+  plain = [d.text for d, has in zip(documents, pictures) if not has]
+  plain = iter(tokenizer.encode_batch(plain))
+  paths, images, framed = [], [], []
+  for document, has in zip(documents, pictures):
+    text_ids = (
+      encode_with_images(tokenizer, document.text) if has else next(plain)
+    )
+    if len(text_ids) >= min_tokens or has:
       paths.append(document.path)
+      images.append(document.images)
       framed.append(
         np.concatenate(
           [[tokenizer.bos_id], text_ids, [tokenizer.eos_id]]
@@ -124,7 +145,9 @@ def tokenise(
       f'fewer than data.min_document_tokens={min_tokens} tokens; lower it or '
       'add longer documents.'
     )
-  return Documents(paths, framed)
+  if not any(pictures):
+    return Documents(paths, framed)
+  return Documents(paths, framed, images, tokenizer.media_id)
 
 
 def shuffled_rows(key: tuple[int, ...], rows: int) -> np.ndarray:
@@ -156,7 +179,9 @@ def _fill_up(rows: Batch, batch: int, pad_id: int) -> Batch:
   fill = {'tokens': pad_id, 'targets': pad_id}
   return {
     name: np.pad(
-      array, ((0, missing), (0, 0)), constant_values=fill.get(name, 0)
+      array,
+      ((0, missing), *([(0, 0)] * (array.ndim - 1))),
+      constant_values=fill.get(name, 0),
     )
     for name, array in rows.items()
   }

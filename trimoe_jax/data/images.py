@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageOps
 
+from trimoe_jax.data.tokenizer import PLACEHOLDER
 from trimoe_jax.model.vision_config import MERGE, PATCH
 
-PLACEHOLDER = '<|media_pad|>'  # stands for one image in a text
 TILE = PATCH * MERGE  # pixels along each side of what becomes one token
 MAX_PATCHES = 65_536
 MAX_SIDE = 512  # patches

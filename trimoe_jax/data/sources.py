@@ -1,7 +1,8 @@
 """Documents from files on disk, and their split into train and held-out.
 
 Sources are the Python standard library (on every machine, nothing to
-download), a folder, one file, or a glob. The order of documents and the split
+download), pictures made of what scikit-learn ships (`pictures.py`), a folder,
+one file, or a glob. The order of documents and the split
 depend on paths relative to the source's root alone, so the same files give the
 same data wherever they lie.
 """
@@ -16,6 +17,10 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
+
+from trimoe_jax.data import images
+from trimoe_jax.data.images import Medium
+from trimoe_jax.data.tokenizer import PLACEHOLDER
 
 LongDocuments = Literal['split', 'refuse']
 
@@ -41,7 +46,8 @@ _NOT_STDLIB = frozenset(
 class DataConfig:
   """Where text comes from and how it becomes documents of tokens."""
 
-  source: str | None = None  # None or 'stdlib', a folder, a file or a glob
+  # None or 'stdlib', 'pictures', a folder, a file or a glob
+  source: str | None = None
   tokenizer: str = 'bytes'  # or the path of a tokenizer.json
   heldout_fraction: float = 0.05
   seed: int = 0
@@ -69,17 +75,23 @@ class DataConfig:
 
 
 class Document(NamedTuple):
-  """A text and its path relative to the source (`name.jsonl:3` for line 3)."""
+  """A text and its path relative to the source (`name.jsonl:3` for line 3).
+
+  The text has one `<|media_pad|>` for each of its images.
+  """
 
   path: str
   text: str
+  images: tuple[Medium, ...] = ()
 
 
 def read_documents(source: str | None = None) -> list[Document]:
   """All documents of `source`, sorted by relative path.
 
   One .txt, .md or .py file is one document; a .jsonl file holds one a line, in
-  its "text" field, and its blank lines are skipped. Bytes that are not UTF-8
+  its "text" field, and its blank lines are skipped. "images" there is a list of
+  files, relative to the .jsonl file's folder, one for each `<|media_pad|>` of
+  the text; all are read at once and kept as pixels. Bytes that are not UTF-8
   become U+FFFD. Folders are searched recursively, without hidden folders and
   without following links.
 
@@ -90,7 +102,8 @@ def read_documents(source: str | None = None) -> list[Document]:
 
   Raises:
     ValueError: nothing there, unreadable, no file of a known kind, or a
-      malformed .jsonl line (the message names file and line).
+      malformed .jsonl line or an unreadable image (the message names file and
+      line).
   """
   if source is None or source == 'stdlib':
     root = sysconfig.get_path('stdlib')
@@ -233,4 +246,24 @@ def _read_lines(name: str, path: str, text: str) -> Iterator[Document]:
         f'{path}:{number}: expected an object with a string field "text", got '
         f'{line.strip()[:60]!r}.'
       )
-    yield Document(f'{name}:{number}', record['text'])
+    pictures = _read_images(f'{path}:{number}', os.path.dirname(path), record)
+    yield Document(f'{name}:{number}', record['text'], pictures)
+
+
+def _read_images(where: str, folder: str, record: dict) -> tuple[Medium, ...]:
+  """The images of one line of a .jsonl file."""
+  paths = record.get('images', [])
+  if not isinstance(paths, list) or not all(isinstance(p, str) for p in paths):
+    raise ValueError(
+      f'{where}: "images" must be a list of file names, got {paths!r}.'
+    )
+  places = record['text'].count(PLACEHOLDER)
+  if paths and len(paths) != places:
+    raise ValueError(
+      f'{where}: the text has {places} {PLACEHOLDER} and "images" names '
+      f'{len(paths)} files; give one for each.'
+    )
+  try:
+    return tuple(images.load(os.path.join(folder, p)) for p in paths)
+  except ValueError as error:
+    raise ValueError(f'{where}: {error}') from error

@@ -15,7 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from trimoe_jax.data.corpus import Corpus, shuffled_rows
-from trimoe_jax.data.packing import Batch, gather_rows, plan_rows, refuse_long
+from trimoe_jax.data.packing import (
+  Batch,
+  Room,
+  gather_rows,
+  plan_rows,
+  refuse_images,
+  refuse_long,
+)
 from trimoe_jax.data.sources import LongDocuments
 
 
@@ -76,6 +83,11 @@ class StageConfig:
       )
 
   @property
+  def room(self) -> Room:
+    """For images in a row."""
+    return Room(self.patches, self.images)
+
+  @property
   def step_tokens(self) -> int:
     """Positions in one step, padding included."""
     return self.context * self.batch
@@ -109,7 +121,8 @@ class StagedBatches:
       pieces, each a segment of its own; 'refuse' raises.
 
   Raises:
-    ValueError: no stage, or a document longer than one under 'refuse'.
+    ValueError: no stage, a document longer than one under 'refuse', or one
+      whose images do not fit into a row.
   """
 
   def __init__(
@@ -128,9 +141,15 @@ class StagedBatches:
     if long_documents == 'refuse':
       for number, stage in enumerate(self.stages, start=1):
         refuse_long(corpus.train, stage.context, f'stage {number}')
+    for number, stage in enumerate(self.stages, start=1):
+      refuse_images(corpus.train, stage.context, stage.room, f'stage {number}')
     self.plans = tuple(
       plan_rows(
-        corpus.train.positions, stage.context, long_repeats=stage.long_repeats
+        corpus.train.positions,
+        stage.context,
+        long_repeats=stage.long_repeats,
+        needs=corpus.train.needs,
+        room=stage.room,
       )
       for stage in self.stages
     )
@@ -201,7 +220,11 @@ class StagedBatches:
       epoch, place = divmod(number, plan.rows)
       rows.append(_epoch_order(self.seed, stage, epoch, plan.rows)[place])
     return gather_rows(
-      self.corpus.train, plan, rows, self.corpus.tokenizer.pad_id
+      self.corpus.train,
+      plan,
+      rows,
+      self.corpus.tokenizer.pad_id,
+      self.stages[stage].room,
     )
 
 

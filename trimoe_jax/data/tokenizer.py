@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+PLACEHOLDER = '<|media_pad|>'  # stands for one image in a text
 _BYTE_SPECIALS = (
   '<pad>',
   '<bos>',
@@ -38,13 +39,15 @@ class Tokenizer(Protocol):
 
   `token_bytes` [vocab_size] holds the bytes of text each token stands for (0
   for special tokens), or None when tokens are not made of bytes; bits per byte
-  can only be reported where it is known.
+  can only be reported where it is known. `media_id` stands for an image; None
+  where the vocabulary has no such token.
   """
 
   vocab_size: int
   pad_id: int
   bos_id: int
   eos_id: int
+  media_id: int | None
   token_bytes: np.ndarray | None
 
   def encode(self, text: str) -> np.ndarray:
@@ -127,6 +130,7 @@ class HuggingFaceTokenizer:
     self.eos_id = self._find('eos', eos, path)
     self.bos_id = self._find('bos', bos, path, default=self.eos_id)
     self.pad_id = self._find('pad', None, path, default=self.eos_id)
+    self.media_id = self._vocabulary.get(PLACEHOLDER)
     self.token_bytes = self._token_bytes()
 
   def encode(self, text: str) -> np.ndarray:
@@ -168,6 +172,24 @@ class HuggingFaceTokenizer:
     for text, index in self._vocabulary.items():
       lengths[index] = 0 if index in special else len(text)
     return lengths
+
+
+def encode_with_images(tokenizer: Tokenizer, text: str) -> np.ndarray:
+  """The ids of a text, every `<|media_pad|>` the id of an image.
+
+  Raises:
+    ValueError: there is one, and the tokenizer has no id for it.
+  """
+  parts = text.split(PLACEHOLDER)
+  if len(parts) > 1 and tokenizer.media_id is None:
+    raise ValueError(
+      f'the text has images, but the tokenizer has no token {PLACEHOLDER!r}; '
+      'use one that has, such as that of Kimi K3, or bytes.'
+    )
+  ids = [tokenizer.encode(parts[0])]
+  for part in parts[1:]:
+    ids += [np.array([tokenizer.media_id], np.int32), tokenizer.encode(part)]
+  return np.concatenate(ids)
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:

@@ -16,16 +16,20 @@ import numpy as np
 
 from trimoe_jax import hosts, sharding
 from trimoe_jax.config import TrainConfig
-from trimoe_jax.data import Batch, Corpus
+from trimoe_jax.data import Batch, Corpus, Room
 from trimoe_jax.evals.perplexity import LossMeter
+from trimoe_jax.evals.questions import Answer, answers, score
 from trimoe_jax.evals.recall import needle_batch, score_recall
 from trimoe_jax.losses import token_losses, token_predictions
+from trimoe_jax.model.media import images_of
 from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState
+from trimoe_jax.model.vision_config import PATCH
 
 # Batches of every context hold about as many tokens, so that one compiled
 # function a context serves the held-out text and the needles.
 INPUTS = ('tokens', 'targets', 'segment_ids')
+IMAGES = ('patches', 'grids')
 
 
 class Evaluator:
@@ -47,6 +51,7 @@ class Evaluator:
   ):
     self._config, self._corpus, self._mesh = config, corpus, mesh
     self._announce = announce
+    self._asks = config.data.source == 'pictures'
     self._compiled: dict[int, Any] = {}
     self._lock = threading.Lock()
     contexts = sorted({stage.context for stage in config.stages})
@@ -68,12 +73,43 @@ class Evaluator:
         a needle are left out.
     """
     record = self._heldout(params, router, context)
+    if self._asks and recall_at:
+      record['questions'] = score(self.questions(params, router, context))
     record['recall'] = {
       str(n): self._recall(params, router, n)
       for n in recall_at
       if self._needles[n] is not None
     }
     return record
+
+  def questions(
+    self, params: Any, router: RouterState, context: int
+  ) -> list[Answer]:
+    """What the model answers about held-out pictures.
+
+    Args:
+      params, router: of a train state.
+      context: tokens in a row.
+    """
+    found = []
+    for batch in self._batches(context):
+      predicted = self._score(params, router, batch, context)['predictions']
+      found += answers(batch, predicted, self._corpus.tokenizer)
+    return found
+
+  def _batches(self, context: int) -> list[Batch]:
+    """The held-out rows of a context."""
+    return self._corpus.heldout_batches(
+      context,
+      self._config.eval.batches,
+      self._rows(context),
+      self._room(context),
+    )
+
+  def _room(self, context: int) -> Room:
+    """For images in a row: that of the stages with this context."""
+    rooms = [s.room for s in self._config.stages if s.context == context]
+    return Room(*map(max, zip(*rooms)))
 
   def _draw_needles(self, context: int) -> Batch | None:
     """The recall questions at `context`; None where they do not fit."""
@@ -92,10 +128,7 @@ class Evaluator:
   def _heldout(self, params, router, context) -> dict[str, Any]:
     tokenizer = self._corpus.tokenizer
     meter, depths = LossMeter(tokenizer.token_bytes), []
-    batches = self._corpus.heldout_batches(
-      context, self._config.eval.batches, self._rows(context)
-    )
-    for batch in batches:
+    for batch in self._batches(context):
       scores = self._score(params, router, batch, context)
       meter.add(scores['losses'], batch)
       depths.append(np.asarray(scores['depth']))
@@ -139,23 +172,36 @@ class Evaluator:
     with self._lock:
       if context in self._compiled:
         return
-      where = self._placement()
-      shape = (self._rows(context), context)
-      ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+      inputs = self._abstract_inputs(context)
       with jax.set_mesh(self._mesh):
-        score = jax.jit(lambda *args: score_tokens(*args, self._config))
-        lowered = score.lower(params, router, dict.fromkeys(INPUTS, ids))
-        self._compiled[context] = lowered.compile()
+        run = jax.jit(lambda *args: score_tokens(*args, self._config))
+        self._compiled[context] = run.lower(params, router, inputs).compile()
+
+  def _abstract_inputs(self, context: int) -> dict[str, jax.ShapeDtypeStruct]:
+    rows, room = self._rows(context), self._room(context)
+    shapes = dict.fromkeys(INPUTS, ((rows, context), jnp.int32))
+    if room.patches:
+      pixels = (rows, room.patches, 3, PATCH, PATCH)
+      shapes['patches'] = pixels, jnp.uint8
+      shapes['grids'] = (rows, room.images, 3), jnp.int32
+    return {
+      name: jax.ShapeDtypeStruct(*shape, sharding=self._placement(name))
+      for name, shape in shapes.items()
+    }
 
   def _score(self, params, router, batch: Batch, context: int):
     """Losses and predictions [B, T] and depth weights of one batch."""
     self.compile(params, router, context)
-    where = self._placement()
-    inputs = {k: hosts.place(batch[k], where) for k in INPUTS}
+    inputs = {}
+    for name, x in self._abstract_inputs(context).items():
+      # Needles come without images.
+      value = batch.get(name, np.zeros(x.shape, x.dtype))
+      inputs[name] = hosts.place(value, x.sharding)
     return hosts.fetch(self._compiled[context](params, router, inputs))
 
-  def _placement(self) -> jax.NamedSharding:
-    return jax.NamedSharding(self._mesh, sharding.spec(('batch', 'seq')))
+  def _placement(self, name: str) -> jax.NamedSharding:
+    names = ('batch',) if name in IMAGES else ('batch', 'seq')
+    return jax.NamedSharding(self._mesh, sharding.spec(names))
 
 
 def score_tokens(
@@ -167,6 +213,7 @@ def score_tokens(
     batch['tokens'],
     router,
     batch['segment_ids'],
+    images=images_of(batch),
     depth=True,
     method='hidden',
   )

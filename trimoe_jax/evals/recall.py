@@ -206,7 +206,9 @@ def _draw_text(
   rng: np.random.Generator,
 ) -> np.ndarray:
   """`length` ids of real text from a random place, special ids left out."""
-  special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+  special = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
+  if tokenizer.media_id is not None:
+    special.append(tokenizer.media_id)
   stretches: list[np.ndarray] = []
   missing = length
   while missing > 0:

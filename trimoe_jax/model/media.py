@@ -10,6 +10,7 @@ Suffixes: b batch, p patches, j tokens made of patches, m media, t time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -33,6 +34,13 @@ class Media(struct.PyTreeNode):
 
   patches: jax.Array
   grids: jax.Array
+
+
+def images_of(batch: Mapping[str, jax.Array]) -> Media | None:
+  """The images of a batch's rows; None where it has none."""
+  if 'patches' not in batch:
+    return None
+  return Media(batch['patches'], batch['grids'])
 
 
 class Places(NamedTuple):
