@@ -1,10 +1,15 @@
-"""Continues a prompt with a trained model.
+"""Continues prompts with a trained model.
 
     python -m experiments.sample --workdir=runs/tiny --prompt='def '
     python -m experiments.sample --checkpoint=DIR --tokenizer=tokenizer.json \\
-        --prompt='Once' --temperature=0
+        --prompt='Once' --temperature=0 --stream
+    python -m experiments.sample --workdir=runs/vision \\
+        --prompt='<|media_pad|>What is this?' --image=photo.png
 
 A run brings its tokenizer; a folder in the released layout needs one named.
+`<|media_pad|>` in a prompt stands for the next --image; a prompt without it
+has its images in front. Several prompts are continued together; images are
+dealt out to them in order.
 """
 
 import sys
@@ -13,11 +18,12 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from trimoe_jax.data import load_tokenizer
+from trimoe_jax.data import images, load_tokenizer
+from trimoe_jax.data.tokenizer import PLACEHOLDER, encode_with_images
 from trimoe_jax.interop import hf, runs
 from trimoe_jax.model.model import Model
 from trimoe_jax.run import read_config
-from trimoe_jax.sampling import generate
+from trimoe_jax.sampling import pack, stream
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'A run to sample from.')
 STEP = flags.DEFINE_integer(
@@ -32,12 +38,22 @@ TOKENIZER = flags.DEFINE_string(
 PROMPT = flags.DEFINE_multi_string(
   'prompt', None, 'Text to continue; give several to continue them together.'
 )
+IMAGE = flags.DEFINE_multi_string(
+  'image', [], 'A file for the next placeholder of the prompts.'
+)
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Tokens to make at most.')
 TEMPERATURE = flags.DEFINE_float('temperature', 0.8, '0 is greedy.')
 TOP_P = flags.DEFINE_float(
   'top_p', None, 'Draw from the most probable tokens that reach this sum.'
 )
+TOP_K = flags.DEFINE_integer(
+  'top_k', None, 'Draw from so many most probable tokens.'
+)
 SEED = flags.DEFINE_integer('seed', 0, 'Decides the draws.')
+STREAM = flags.DEFINE_bool(
+  'stream', False, 'Print as tokens are made; for one prompt.'
+)
+EVERY = 8  # tokens between two prints of a stream
 
 
 def load():
@@ -59,40 +75,95 @@ def load():
   return checkpoint._replace(params=params, router=router), tokenizer
 
 
-def left_padded(prompts):
-  """Token rows of one length, and which tokens are real."""
-  width = max(map(len, prompts))
-  tokens = np.zeros((len(prompts), width), np.int32)
-  valid = np.zeros(tokens.shape, bool)
-  for row, prompt in enumerate(prompts):
-    tokens[row, width - len(prompt) :] = prompt
-    valid[row, width - len(prompt) :] = True
-  return tokens, valid
+def read_prompts(tokenizer, vision):
+  """The prompts of the flags with their images, as one batch.
+
+  Raises:
+    ValueError: images for a model without a vision tower, files that are none,
+      or another number of them than the prompts have placeholders.
+  """
+  if IMAGE.value and vision is None:
+    raise ValueError('--image: this model has no vision tower.')
+  media = [images.load(path) for path in IMAGE.value]
+  rest, rows, own = list(media), [], []
+  for text in PROMPT.value:
+    wanted = text.count(PLACEHOLDER)
+    if not wanted and len(PROMPT.value) == 1 and media:
+      wanted, text = len(media), PLACEHOLDER * len(media) + text
+    if wanted > len(rest):
+      raise ValueError(
+        f'the prompts have more placeholders than the {len(media)} --image '
+        'flags; give one file for each.'
+      )
+    taken, rest = rest[:wanted], rest[wanted:]
+    if _has_markup(tokenizer):
+      parts = text.split(PLACEHOLDER)
+      between = map(images.markup, taken)
+      text = parts[0] + ''.join(map(''.join, zip(between, parts[1:])))
+    own.append(taken)
+    ids = encode_with_images(tokenizer, text)
+    rows.append(np.concatenate([[tokenizer.bos_id], ids]))
+  if rest:
+    raise ValueError(
+      f'{len(rest)} of {len(media)} --image flags have no placeholder; write '
+      f'{PLACEHOLDER} in a prompt for each.'
+    )
+  return pack(rows, own, placeholder=vision and vision.placeholder)
+
+
+def _has_markup(tokenizer):
+  """Whether images have the released tokens around their placeholder."""
+  return len(tokenizer.encode('<|media_begin|>')) == 1
+
+
+def print_stream(prompt, pieces, tokenizer):
+  """Prints a continuation as it comes, whole characters only."""
+  print(prompt, end='', flush=True)
+  ids, shown = [], ''
+  for tokens in pieces:
+    ids.extend(np.asarray(tokens)[0].tolist())
+    text = tokenizer.decode(ids).rstrip('\N{REPLACEMENT CHARACTER}')
+    print(text[len(shown) :], end='', flush=True)
+    shown = text
+  print()
+
+
+def sample():
+  """Prints what the flags ask for."""
+  if STREAM.value and len(PROMPT.value) > 1:
+    raise ValueError('--stream prints one prompt; give one, or --nostream.')
+  checkpoint, tokenizer = load()
+  prompts = read_prompts(tokenizer, checkpoint.config.vision)
+  pieces = stream(
+    Model(checkpoint.config),
+    checkpoint.params,
+    checkpoint.router,
+    prompts.tokens,
+    valid=prompts.valid,
+    images=prompts.images,
+    max_tokens=MAX_TOKENS.value,
+    temperature=TEMPERATURE.value,
+    top_p=TOP_P.value,
+    top_k=TOP_K.value,
+    key=jax.random.key(SEED.value),
+    stop=tokenizer.eos_id,
+    **({'every': EVERY} if STREAM.value else {}),
+  )
+  if STREAM.value:
+    print_stream(PROMPT.value[0], pieces, tokenizer)
+    return
+  out = np.concatenate([np.asarray(tokens) for tokens in pieces], 1)
+  for prompt, row in zip(PROMPT.value, out):
+    print(prompt + tokenizer.decode(row))
 
 
 def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'unexpected arguments {argv[1:]}.')
   try:
-    checkpoint, tokenizer = load()
-    prompts = [[tokenizer.bos_id, *tokenizer.encode(p)] for p in PROMPT.value]
-    tokens, valid = left_padded(prompts)
-    out = generate(
-      Model(checkpoint.config),
-      checkpoint.params,
-      checkpoint.router,
-      tokens,
-      valid=valid,
-      max_tokens=MAX_TOKENS.value,
-      temperature=TEMPERATURE.value,
-      top_p=TOP_P.value,
-      key=jax.random.key(SEED.value),
-      stop=tokenizer.eos_id,
-    )
+    sample()
   except (ValueError, OSError) as error:
     sys.exit(f'error: {error}')
-  for prompt, row in zip(PROMPT.value, np.asarray(out)):
-    print(prompt + tokenizer.decode(row))
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@
 from trimoe_jax.sampling.choose import Drawing, choose
 from trimoe_jax.sampling.decode import State, advance
 from trimoe_jax.sampling.prefill import prefill, serving_params
+from trimoe_jax.sampling.prompt import Prompts, pack
 from trimoe_jax.sampling.sample import (
   generate,
   proceed,
@@ -14,12 +15,14 @@ from trimoe_jax.sampling.snapshot import fork, load, save
 
 __all__ = [
   'Drawing',
+  'Prompts',
   'State',
   'advance',
   'choose',
   'fork',
   'generate',
   'load',
+  'pack',
   'prefill',
   'proceed',
   'read',

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from trimoe_jax import sharding
 from trimoe_jax.model.cache import Cache
+from trimoe_jax.model.embedding import Inserts
 from trimoe_jax.model.model import Model, init_cache, model_parameters
 from trimoe_jax.model.parameters import Parameter
 from trimoe_jax.model.router import RouterState
@@ -27,6 +28,7 @@ def prefill(
   cache: Cache | None = None,
   valid_bt: jax.Array | None = None,
   piece: int | None = None,
+  inserts: Inserts | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Logits [B, a] after the last token, and the cache that holds the prompt.
 
@@ -42,6 +44,7 @@ def prefill(
     piece: tokens read at once; it divides T. Activations are those of one
       piece, whose queries then meet the filled part of the cache. None reads
       everything at once, blockwise.
+    inserts: images, as for `Model.extend`.
 
   Raises:
     ValueError: no room in the cache, or T is not a multiple of `piece`.
@@ -59,7 +62,11 @@ def prefill(
   if valid_bt is None:
     valid_bt = jnp.ones((batch, time), bool)
 
-  def extend(tokens_bt, cache, valid_bt, *, fresh=False):
+  features = None if inserts is None else inserts.features
+  given = tokens_bt, valid_bt, None if inserts is None else inserts.row
+
+  def extend(given, cache, *, fresh=False):
+    tokens_bt, valid_bt, row_bt = given
     logits_bta, cache = model.apply(
       {'params': params},
       tokens_bt,
@@ -68,24 +75,22 @@ def prefill(
       valid_bt,
       fresh=fresh,
       last=True,
+      inserts=None if row_bt is None else Inserts(features, row_bt),
       method='extend',
     )
     return sharding.constrain(logits_bta[:, 0], None, None), cache
 
   fresh = cache is None
   cache = init_cache(model.config, batch, length) if fresh else cache
-  logits_ba, cache = extend(
-    tokens_bt[:, :piece], cache, valid_bt[:, :piece], fresh=fresh
-  )
+  first = jax.tree.map(lambda x_bt: x_bt[:, :piece], given)
+  logits_ba, cache = extend(first, cache, fresh=fresh)
   if time > piece:
 
-    def step(carry, inputs):
-      tokens_bt, valid_bt = inputs
-      return extend(tokens_bt, carry[1], valid_bt), None
+    def step(carry, given):
+      return extend(given, carry[1]), None
 
     rest = jax.tree.map(
-      lambda x: x[:, piece:].reshape(batch, -1, piece).swapaxes(0, 1),
-      (tokens_bt, valid_bt),
+      lambda x: x[:, piece:].reshape(batch, -1, piece).swapaxes(0, 1), given
     )
     (logits_ba, cache), _ = jax.lax.scan(step, (logits_ba, cache), rest)
   return logits_ba, cache

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trimoe_jax import sharding
+from trimoe_jax.model.embedding import insert_features
+from trimoe_jax.model.media import Media
 from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState
 from trimoe_jax.sampling.choose import Drawing
@@ -56,7 +58,7 @@ def generate(
     max_tokens: tokens to make for each prompt.
     temperature: 0 is greedy.
     key: a PRNG key; not used when greedy.
-    **settings: valid, top_p, top_k and stop, as for `stream`.
+    **settings: valid, images, top_p, top_k and stop, as for `stream`.
 
   Raises:
     ValueError: a shape or a value out of range.
@@ -88,6 +90,7 @@ def stream(
   temperature: float,
   key: jax.Array,
   valid: jax.Array | np.ndarray | None = None,
+  images: Media | None = None,
   top_p: float | None = None,
   top_k: int | None = None,
   stop: int | Sequence[int] | None = None,
@@ -102,6 +105,8 @@ def stream(
       `generate`.
     valid: bool [B, T], False for padding, which may lie anywhere in a row; each
       row has at least one real token. None: all real.
+    images: the media of every row, for a model with a vision tower; their
+      placeholders are repeated as `prompt.pack` does.
     top_p, top_k: see `choose`; None leaves all tokens.
     stop: token ids that end a sequence; it then repeats the one that ended it.
     every: tokens between two results.
@@ -115,7 +120,13 @@ def stream(
   batch = len(prompt_tokens)
   weights = _cast(params, model), router
   state = start(
-    model, weights, prompt_tokens, key=key, valid=valid, max_tokens=max_tokens
+    model,
+    weights,
+    prompt_tokens,
+    key=key,
+    valid=valid,
+    images=images,
+    max_tokens=max_tokens,
   )
   pieces = proceed(
     model,
@@ -137,6 +148,7 @@ def start(
   *,
   key: jax.Array,
   valid: jax.Array | np.ndarray | None = None,
+  images: Media | None = None,
   max_tokens: int = AT_ONCE,
 ) -> State:
   """The state after reading prompts [B, T], with room for a continuation.
@@ -147,16 +159,15 @@ def start(
     model: its configuration decides everything but the values.
     weights: parameters, from `serving_params` for speed, and the router's
       state.
-    prompt_tokens, valid: as for `stream`.
+    prompt_tokens, valid, images: as for `stream`.
     key: decides the draws; row b has a key of its own.
     max_tokens: how many tokens will probably follow.
   """
   tokens_bt, valid_bt = _padded(prompt_tokens, valid)
   time = tokens_bt.shape[1]
   room = _rounded(min(time + max_tokens, max(2 * time, AT_ONCE)))
-  return _start(
-    model, weights, (tokens_bt, valid_bt), key, room=max(room, time)
-  )
+  prompt = tokens_bt, valid_bt, jax.tree.map(_whole_shards, images)
+  return _start(model, weights, prompt, key, room=max(room, time))
 
 
 def proceed(
@@ -234,8 +245,14 @@ _cast = jax.jit(serving_params, static_argnums=1)
 
 @functools.partial(jax.jit, static_argnames=('model', 'room'))
 def _start(model, weights, prompt, key, *, room):
-  tokens_bt, valid_bt = prompt
+  tokens_bt, valid_bt, images = prompt
   batch, time = tokens_bt.shape
+  inserts = None
+  if images is not None:
+    features = model.apply(
+      {'params': weights[0]}, images, method='image_features'
+    )
+    inserts = insert_features(tokens_bt, features, model.config)
   logits_ba, cache = prefill(
     model,
     *weights,
@@ -243,6 +260,7 @@ def _start(model, weights, prompt, key, *, room):
     length=room,
     valid_bt=valid_bt,
     piece=min(time, PIECE),
+    inserts=inserts,
   )
   return State(
     cache=cache,
@@ -306,6 +324,7 @@ def _left_padded(tokens_bt, valid_bt):
   if time > PIECE:
     padded = -(-time // PIECE) * PIECE
   left = ((0, 0), (padded - time, 0))
+  tokens_bt = jnp.where(valid_bt, tokens_bt, 0)
   tokens_bt, valid_bt = (jnp.pad(x, left) for x in (tokens_bt, valid_bt))
   order_bt = jnp.argsort(valid_bt, axis=1, stable=True)
   return (
