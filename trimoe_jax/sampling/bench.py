@@ -12,7 +12,9 @@ floor is those bytes at the bandwidth of a copy here.
 from __future__ import annotations
 
 import functools
+import json
 import math
+import pathlib
 import time
 from typing import Any
 
@@ -93,6 +95,7 @@ def run(
   repeats: int = 5,
   prefill: int | None = None,
   gigabytes: float = 100.0,
+  out: str | None = None,
 ) -> list[dict[str, float | str]]:
   """A row for each model, batch and prefix, printed and returned.
 
@@ -102,10 +105,12 @@ def run(
     prefixes: tokens in the cache before the first step that is timed.
     batches: sequences decoded together.
     tokens: steps of one timed call.
-    repeats: timed calls, of which the best median is reported.
+    repeats: timed calls, of which the median is reported.
     prefill: also read a prompt of so many tokens, in pieces, and print the
       tokens a second.
     gigabytes: larger caches are left out, and said so.
+    out: a folder; rows are added to those in its decode.jsonl, and all are
+      drawn in decode.png.
 
   Raises:
     ValueError: an unknown shape or model.
@@ -132,14 +137,29 @@ def run(
           model, weights, (batch, prefix, room), tokens, repeats
         )
         size = _cache_bytes(config, 1, prefix)
-        moved = 2 * _active(config, batch) + batch * size
+        width = jnp.dtype(config.dtype).itemsize
+        moved = width * _active(config, batch) + batch * size
         values = seconds * 1e3, batch / seconds, moved / bandwidth * 1e3
         values = (name, prefix, batch, *values, size / 1e6)
         rows.append(dict(zip(COLUMNS, values)))
         print(' '.join(_cell(x) for x in values), flush=True)
     if prefill:
       _print_prefill(name, model, weights, prefill)
+  if out is not None:
+    _keep(pathlib.Path(out), rows)
   return rows
+
+
+def _keep(folder: pathlib.Path, rows):
+  """Adds rows to decode.jsonl and draws all of them."""
+  from trimoe_jax.sampling import bench_figure  # matplotlib starts slowly
+
+  folder.mkdir(parents=True, exist_ok=True)
+  records = folder / 'decode.jsonl'
+  with records.open('a') as file:
+    file.writelines(json.dumps(row) + '\n' for row in rows)
+  lines = records.read_text().splitlines()
+  bench_figure.draw(folder / 'decode.png', [json.loads(x) for x in lines])
 
 
 def _cell(x) -> str:
