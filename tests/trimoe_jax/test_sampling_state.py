@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +207,20 @@ def test_a_row_draws_the_same_alone():
   together, _ = proceed(start(ids), 6)
   twice, _ = proceed(start(ids[[0, 0]]), 6)
   np.testing.assert_array_equal(together[0], twice[0])
+
+
+def test_a_step_copies_no_cache():
+  state = start()
+  room = 2**16
+  state = state.replace(cache=state.cache.grown(room))
+  program = sampling.advance.lower(
+    MODEL, weights(), state, GREEDY, np.zeros(4, np.int32), count=1, most=1
+  ).compile(compiler_options=FAST_COMPILE)
+  latents = rf'f32\[{BATCH},{room},\d+\]'
+  assert re.search(latents, program.as_text()), 'the test looks for latents'
+  assert not re.search(latents + r'\S* copy\(', program.as_text())
+  held = sum(x.nbytes for x in jax.tree.leaves(state.cache))
+  assert program.memory_analysis().alias_size_in_bytes >= held
 
 
 # Refusals
