@@ -48,7 +48,7 @@ def run(
   """
   on_gpu = dispatch.device_kind() == 'gpu'
   if bandwidth is None:
-    bandwidth = copy_bandwidth(repeats)
+    bandwidth = _copy_bandwidth(repeats) if on_gpu else copy_bandwidth(repeats)
   peers = {'xla': _Jax('xla')} if on_gpu else {'reference': _Jax('reference')}
   if on_gpu and importlib.util.find_spec('fla') is None:
     print('fla is not installed; `pip install flash-linear-attention` first.')
@@ -100,6 +100,13 @@ def inputs(spec: ArgSpec) -> dict[str, jax.Array]:
     places = jnp.arange(spec.count)
     arrays['mask'] = ~jnp.isin(places, jnp.asarray(spec.masked))
   return arrays
+
+
+def _copy_bandwidth(repeats: int) -> float:
+  """Bytes a second that negations of a gigabyte read and write."""
+  x = jnp.ones(2**28, jnp.float32)
+  call = functools.partial(jax.jit(jnp.negative), x)
+  return 2 * x.nbytes / _seconds(call, jax.block_until_ready, repeats)
 
 
 def _seconds(call: Callable, wait: Callable, repeats: int) -> float:
