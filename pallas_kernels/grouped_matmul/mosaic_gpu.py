@@ -10,16 +10,20 @@ Suffixes: g rows sorted by group, e groups, k input width, n output width.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import mosaic_gpu_ring as ring
 from pallas_kernels.grouped_matmul import mosaic_gpu_rows as rows_kernel
+from pallas_kernels.grouped_matmul import mosaic_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul import mosaic_gpu_weights as weights_kernel
 
 _HOPPER = ('H100', 'H200', 'H800', 'H20')
-_RING_BYTES = 200 * 1024  # of 227 KiB of shared memory
+_RING_BYTES = 200 * 1024
+_SHARED_BYTES = 225 * 1024  # of 227 KiB, for a ring and a book
 _FEW_ROWS = 64  # mean of a group up to which reading matrices is all the work
 
 
@@ -47,19 +51,21 @@ def refusal(lhs_gk, rhs_ekn, *, device_kind: str | None = None) -> str | None:
       f'the Hopper kernels take widths in multiples of 16 (best 64), not '
       f'{rhs_ekn.shape[1]} and {rhs_ekn.shape[2]}'
     )
+  if min(plan.stages for plan in _plans(lhs_gk.shape[0], rhs_ekn.shape)) < 2:
+    return (
+      f'the Hopper kernels cannot keep the tiles of {lhs_gk.shape[0]} rows in '
+      f'{rhs_ekn.shape[0]} groups in shared memory'
+    )
   return None
 
 
 @jax.custom_vjp
 def grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e):
   """See `api.grouped_matmul`."""
-  rows, shape = lhs_gk.shape[0], rhs_ekn.shape
-  rhs_ekn = rhs_ekn.astype(lhs_gk.dtype)
-  if shape[2] % 64:
-    plan = turned_plan(rows, shape)
-    return rows_kernel.multiply_turned(lhs_gk, rhs_ekn, group_sizes_e, plan)
-  plan = rows_plan(rows, shape, transposed=False)
-  return rows_kernel.multiply(lhs_gk, rhs_ekn, group_sizes_e, plan)
+  plan = _plans(lhs_gk.shape[0], rhs_ekn.shape)[0]
+  turned = rhs_ekn.shape[2] % 64
+  run = rows_kernel.multiply_turned if turned else rows_kernel.multiply
+  return run(lhs_gk, rhs_ekn.astype(lhs_gk.dtype), group_sizes_e, plan)
 
 
 def _forward(lhs_gk, rhs_ekn, group_sizes_e):
@@ -69,12 +75,11 @@ def _forward(lhs_gk, rhs_ekn, group_sizes_e):
 
 def _backward(saved, dout_gn):
   lhs_gk, rhs_ekn, group_sizes_e = saved
-  plan = rows_plan(lhs_gk.shape[0], rhs_ekn.shape, transposed=True)
+  _, rows, weights = _plans(lhs_gk.shape[0], rhs_ekn.shape)
   rhs = rhs_ekn.astype(lhs_gk.dtype)
-  dlhs_gk = rows_kernel.multiply(dout_gn, rhs, group_sizes_e, plan)
-  plan = weights_plan(rhs_ekn.shape)
+  dlhs_gk = rows_kernel.multiply(dout_gn, rhs, group_sizes_e, rows)
   drhs_ekn = weights_kernel.multiply(
-    lhs_gk, dout_gn, group_sizes_e, plan, dtype=rhs_ekn.dtype
+    lhs_gk, dout_gn, group_sizes_e, weights, dtype=rhs_ekn.dtype
   )
   return dlhs_gk, drhs_ekn, None
 
@@ -82,43 +87,62 @@ def _backward(saved, dout_gn):
 grouped_matmul.defvjp(_forward, _backward)
 
 
+def _plans(rows: int, shape) -> tuple[ring.Plan, ...]:
+  """Those of the product, the rows' gradient and the matrices' gradient."""
+  if shape[2] % 64:
+    product = turned_plan(rows, shape)
+  else:
+    product = rows_plan(rows, shape, transposed=False)
+  turned = rows_plan(rows, shape, transposed=True)
+  return product, turned, weights_plan(rows, shape)
+
+
 def rows_plan(rows: int, shape, *, transposed: bool) -> ring.Plan:
   """Tiles for G rows and matrices of `shape` [E, K, N]."""
   groups, k, n = shape
   few = rows <= _FEW_ROWS * groups
-  width, height = k if transposed else n, 64 if few else 128
+  width = k if transposed else n
   columns = _columns(width, (256, 128) if few else (256, 192, 128))
-  return ring.Plan(
-    rows=height,
+  plan = ring.Plan(
+    rows=64 if few else 128,
     columns=columns,
-    stages=_RING_BYTES // (2 * ring.DEPTH * (height + columns)),
     by_rows=not few,
     pairs=not few and _in_pairs(width, columns),
     transposed=transposed,
   )
+  return _filled(plan, rows_kernel.cut_rows(rows, groups, width, plan))
 
 
 def turned_plan(rows: int, shape) -> ring.Plan:
   """Tiles of the transposed output for matrices of `shape` [E, K, N]."""
-  few = rows <= _FEW_ROWS * shape[0]
-  return ring.Plan(rows=128, columns=64 if few else 128, stages=6)
+  groups, _, n = shape
+  few = rows <= _FEW_ROWS * groups
+  plan = ring.Plan(rows=128, columns=64 if few else 128)
+  return _filled(plan, rows_kernel.cut_turned(rows, groups, n, plan))
 
 
-def weights_plan(shape) -> ring.Plan:
-  """Tiles for matrices of `shape` [E, K, N]."""
-  _, k, n = shape
+def weights_plan(rows: int, shape) -> ring.Plan:
+  """Tiles for G rows and matrices of `shape` [E, K, N]."""
+  groups, k, n = shape
   # One width is free as long as the other is a whole number of 64.
   transposed = n % 64 != 0 and k % 64 == 0
   right = k if transposed else n
   columns = _columns(right, (256, 192, 128))
-  return ring.Plan(
+  plan = ring.Plan(
     rows=128,
     columns=columns,
-    stages=4,
     swizzle=128 if right % 64 == 0 else _swizzle(k, n),
     pairs=_in_pairs(right, columns),
     transposed=transposed,
   )
+  return _filled(plan, tiles.Cut(groups, rows))
+
+
+def _filled(plan: ring.Plan, cut: tiles.Cut) -> ring.Plan:
+  """The plan with as many stages as fit beside the book."""
+  left = min(_RING_BYTES, _SHARED_BYTES - 4 * cut.words)
+  bytes_of_stage = 2 * plan.depth * (plan.rows + plan.columns)
+  return dataclasses.replace(plan, stages=left // bytes_of_stage)
 
 
 def _columns(width: int, choices: tuple[int, ...]) -> int:

@@ -23,7 +23,6 @@ from jax import lax
 
 PROCESSORS = 132
 DEPTH = 64  # of one stage along a summed axis of columns
-ALIGNMENT = 8  # rows, from where bulk copies can start
 WORKERS = 2  # computing warpgroups
 PAIR = 'pair'  # the axis of thread blocks that work together
 
@@ -34,7 +33,7 @@ class Plan:
 
   Attributes:
     rows, columns: of the output tile of a thread block.
-    stages: of the ring.
+    stages: of the ring, at least 2.
     by_rows: the computing warpgroups share the tile by rows, else by columns.
     swizzle: bytes of 32, 64 or 128; widths of arrays whose tiles are wider must
       be multiples of it.
@@ -45,7 +44,7 @@ class Plan:
 
   rows: int
   columns: int
-  stages: int
+  stages: int = 0
   by_rows: bool = True
   swizzle: int = 128
   pairs: bool = False
@@ -101,14 +100,15 @@ class Work(NamedTuple):
 
   Attributes:
     tiles: number of tiles; a pair counts as one.
-    place: (tile) -> anything with `steps`, the stages of that tile.
+    place: (number among the tiles of this block, among all tiles) -> anything
+      with `steps`, the stages of that tile.
     copies: (place, k, slot) -> (source, target, axes that share it) each.
     multiply: (place, k, slot, acc), which starts a product of one stage.
     write: (place, acc), for one warpgroup.
   """
 
   tiles: jax.Array
-  place: Callable[[jax.Array], Any]
+  place: Callable[[jax.Array, jax.Array], Any]
   copies: Callable[..., Any]
   multiply: Callable[..., None]
   write: Callable[..., None]
@@ -164,7 +164,11 @@ def run(plan: Plan, work: Work, barriers):
   """The work of a thread block, by all its warpgroups."""
   block, stride = lax.axis_index('block'), PROCESSORS // plan.blocks
   mine = lax.div(work.tiles - block + stride - 1, stride)
-  place = lambda i: work.place(block + jnp.minimum(i, mine - 1) * stride)
+
+  def place(i):
+    i = jnp.minimum(i, mine - 1)
+    return work.place(i, block + i * stride)
+
   role, parts = lax.axis_index('role'), (plan, work, barriers)
 
   def compute(i, carry):
@@ -206,14 +210,16 @@ def views(tile) -> tuple:
   return tuple(tile) if union else (tile, tile)
 
 
-def kernel(plan: Plan, body, *, name: str, out, tiles, copies: int = 2):
-  """The Pallas kernel of `body`, whose last four references are scratch.
+def kernel(plan: Plan, body, *, name: str, out, book, tiles, copies: int = 2):
+  """The Pallas kernel of `body`, whose last five references are scratch.
 
   Args:
     plan: see `Plan`.
-    body: (inputs, output, two rings, barriers of full and of empty stages).
+    body: (inputs, output, book, two rings, barriers of full and of empty
+      stages).
     name: for profiles.
     out: shape and dtype of the output.
+    book: scratch memory for what the block knows of its tiles.
     tiles: shapes of the two operands' tiles.
     copies: into one stage.
   """
@@ -237,5 +243,5 @@ def kernel(plan: Plan, body, *, name: str, out, tiles, copies: int = 2):
       reduction_scratch_bytes=0,
       unsafe_no_auto_barriers=True,
     ),
-    scratch_types=[*(plan.tile(*shape) for shape in tiles), full, empty],
+    scratch_types=[book, *(plan.tile(*shape) for shape in tiles), full, empty],
   )

@@ -21,44 +21,9 @@ from jax import lax
 
 from pallas_kernels.grouped_matmul import mosaic_gpu_ring as ring
 from pallas_kernels.grouped_matmul import mosaic_gpu_store as store
-from pallas_kernels.grouped_matmul.mosaic_gpu_ring import ALIGNMENT, DEPTH
-
-
-class Tiles(NamedTuple):
-  """Which rows each tile has; the arrays are as long as the worst case.
-
-  Attributes:
-    group: of the tile; the number of groups for rows past all groups.
-    first: first row in units of 8.
-    start, end: the rows of the group.
-    count: [1], tiles in use.
-  """
-
-  group: jax.Array
-  first: jax.Array
-  start: jax.Array
-  end: jax.Array
-  count: jax.Array
-
-
-def tiles_of(group_sizes_e, rows: int, tile: int) -> Tiles:
-  """Cuts the groups, and the rows behind them, into tiles."""
-  sizes_e = group_sizes_e.astype(jnp.int32)
-  groups = sizes_e.shape[0]
-  end_e = jnp.minimum(jnp.cumsum(sizes_e), rows)
-  start_e = jnp.concatenate([jnp.zeros(1, jnp.int32), end_e])
-  end_e = jnp.concatenate([end_e, jnp.full(1, rows, jnp.int32)])
-  first_e = start_e // ALIGNMENT
-  count_e = -(-(end_e - first_e * ALIGNMENT) // tile)
-  count_e = jnp.where(end_e > start_e, count_e, 0)
-  last_e = jnp.cumsum(count_e)
-  slack = (groups + 1) * (tile + ALIGNMENT - 2) // tile
-  index = jnp.arange(rows // tile + slack + 1, dtype=jnp.int32)
-  group = jnp.sum(last_e <= index[:, None], axis=1, dtype=jnp.int32)
-  group = jnp.minimum(group, groups)
-  within = index - (last_e - count_e)[group]
-  first = first_e[group] + within * (tile // ALIGNMENT)
-  return Tiles(group, first, start_e[group], end_e[group], last_e[-1:])
+from pallas_kernels.grouped_matmul import mosaic_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.mosaic_gpu_ring import DEPTH
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import ALIGNMENT
 
 
 class _Place(NamedTuple):
@@ -72,30 +37,30 @@ class _Place(NamedTuple):
   steps: jax.Array
 
 
-def _place(grid, tiles: Tiles, widths, index) -> _Place:
-  """The tile of a number, across before down.
+def _place(book: tiles.Book, sizes, i, index) -> _Place:
+  """A tile, across before down.
 
   Args:
-    grid: tiles across the output, a pair as one, and blocks in a pair.
-    tiles: see `Tiles`.
-    widths: groups, and stages and columns of a tile.
-    index: the number; a pair has one.
+    book: of the tiles.
+    sizes: blocks in a pair, and stages and columns of a tile.
+    i: number of the tile among those of this block.
+    index: number among all; a pair has one.
   """
-  (across, blocks), (groups, stages, columns) = grid, widths
-  m, n = lax.div(index, across), lax.rem(index, across)
+  blocks, stages, columns = sizes
+  across = book.cut.across
+  group, n = book.group(i), lax.rem(index, across)
+  start, end = book.bounds(group)
+  within = lax.div(index, across) - book.first_tile(group)
+  row = lax.div(start, ALIGNMENT) * ALIGNMENT + within * book.cut.tile
   if blocks > 1:
     n = n * blocks + lax.axis_index(ring.PAIR)
-  group, row = tiles.group[m], tiles.first[m] * ALIGNMENT
-  steps = jnp.where(group < groups, stages, 0)
-  return _Place(group, row, n * columns, tiles.start[m], tiles.end[m], steps)
+  steps = jnp.where(group < book.cut.groups, stages, 0)
+  return _Place(group, row, n * columns, start, end, steps)
 
 
-def _work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
+def _work(plan: ring.Plan, book: tiles.Book, outer, inner) -> ring.Work:
   lhs, rhs, out = outer
   (lhs_in, lhs_smem), (rhs_in, rhs_smem) = map(ring.views, inner)
-  across = pl.cdiv(out.shape[1], plan.columns * plan.blocks)
-  grid = across, plan.blocks
-  widths = rhs.shape[0], pl.cdiv(lhs.shape[1], DEPTH), plan.columns
 
   def copies(at, k, slot):
     depth = pl.ds(k * DEPTH, DEPTH)
@@ -121,16 +86,15 @@ def _work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
     corner = plan.corner(at.row, at.column)
     store.store(acc, out, store.Window(*corner, at.start, at.end))
 
-  place = functools.partial(_place, grid, tiles, widths)
-  return ring.Work(tiles.count[0] * across, place, copies, multiply, write)
+  stages = pl.cdiv(lhs.shape[1], DEPTH)
+  place = functools.partial(_place, book, (plan.blocks, stages, plan.columns))
+  return ring.Work(book.tiles(), place, copies, multiply, write)
 
 
-def _turned_work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
+def _turned_work(plan: ring.Plan, book: tiles.Book, outer, inner) -> ring.Work:
   """Tiles are those of [N, G]: each warpgroup has 64 columns of the output."""
   lhs, rhs, out = outer
   (rhs_in, rhs_smem), (lhs_in, lhs_smem) = map(ring.views, inner)
-  across = pl.cdiv(out.shape[1], plan.rows)
-  widths = rhs.shape[0], pl.cdiv(lhs.shape[1], DEPTH), plan.rows
   width = plan.share[0]
 
   def copies(at, k, slot):
@@ -151,13 +115,31 @@ def _turned_work(plan: ring.Plan, tiles: Tiles, outer, inner) -> ring.Work:
     window = store.Window(row, column, at.start, at.end)
     store.store_transposed(acc, out, window)
 
-  place = functools.partial(_place, (across, 1), tiles, widths)
-  return ring.Work(tiles.count[0] * across, place, copies, multiply, write)
+  stages = pl.cdiv(lhs.shape[1], DEPTH)
+  place = functools.partial(_place, book, (1, stages, plan.rows))
+  return ring.Work(book.tiles(), place, copies, multiply, write)
 
 
-def _body(plan: ring.Plan, work, *refs):
-  tiles, outer, inner, barriers = refs[:5], refs[5:8], refs[8:10], refs[10:]
-  ring.run(plan, work(plan, Tiles(*tiles), outer, inner), barriers)
+def _body(plan: ring.Plan, cut: tiles.Cut, work, *refs):
+  sizes, outer, words, inner = refs[0], refs[1:4], refs[4], refs[5:7]
+  book = tiles.write_book(cut, sizes, words, lax.axis_index('block'))
+  ring.run(plan, work(plan, book, outer, inner), refs[7:])
+
+
+def cut_rows(rows: int, groups: int, width: int, plan: ring.Plan) -> tiles.Cut:
+  """Tiles of `multiply` with [G, N] for its output."""
+  across = pl.cdiv(width, plan.columns * plan.blocks)
+  return tiles.Cut(
+    groups, rows, plan.rows, across, ring.PROCESSORS // plan.blocks
+  )
+
+
+def cut_turned(
+  rows: int, groups: int, width: int, plan: ring.Plan
+) -> tiles.Cut:
+  """Tiles of `multiply_turned` with [G, N] for its output."""
+  across = pl.cdiv(width, plan.rows)
+  return tiles.Cut(groups, rows, plan.columns, across, ring.PROCESSORS)
 
 
 def multiply(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
@@ -169,15 +151,16 @@ def multiply(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
   rows = lhs_gk.shape[0]
   width = rhs_ekn.shape[1 if plan.transposed else 2]
   side = DEPTH, plan.columns
+  cut = cut_rows(rows, rhs_ekn.shape[0], width, plan)
   kernel = ring.kernel(
     plan,
-    functools.partial(_body, plan, _work),
+    functools.partial(_body, plan, cut, _work),
     name='grouped_matmul_rows',
     out=jax.ShapeDtypeStruct((rows, width), lhs_gk.dtype),
+    book=cut.scratch(),
     tiles=((plan.rows, DEPTH), side[::-1] if plan.transposed else side),
   )
-  tiles = tiles_of(group_sizes_e, rows, plan.rows)
-  return kernel(*tiles, lhs_gk, rhs_ekn)
+  return kernel(group_sizes_e.astype(jnp.int32), lhs_gk, rhs_ekn)
 
 
 def multiply_turned(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
@@ -185,14 +168,15 @@ def multiply_turned(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
 
   plan.rows counts columns of the output and is 128, plan.columns its rows.
   """
-  out = jax.ShapeDtypeStruct((lhs_gk.shape[0], rhs_ekn.shape[2]), lhs_gk.dtype)
+  rows, width = lhs_gk.shape[0], rhs_ekn.shape[2]
+  cut = cut_turned(rows, rhs_ekn.shape[0], width, plan)
   kernel = ring.kernel(
     plan,
-    functools.partial(_body, plan, _turned_work),
+    functools.partial(_body, plan, cut, _turned_work),
     name='grouped_matmul_rows_turned',
-    out=out,
+    out=jax.ShapeDtypeStruct((rows, width), lhs_gk.dtype),
+    book=cut.scratch(),
     tiles=((plan.chunks, DEPTH, plan.share[0]), (plan.columns, DEPTH)),
     copies=plan.chunks + 1,
   )
-  tiles = tiles_of(group_sizes_e, lhs_gk.shape[0], plan.columns)
-  return kernel(*tiles, lhs_gk, rhs_ekn)
+  return kernel(group_sizes_e.astype(jnp.int32), lhs_gk, rhs_ekn)

@@ -26,7 +26,8 @@ from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels.grouped_matmul import mosaic_gpu_ring as ring
 from pallas_kernels.grouped_matmul import mosaic_gpu_store as store
-from pallas_kernels.grouped_matmul.mosaic_gpu_ring import ALIGNMENT
+from pallas_kernels.grouped_matmul import mosaic_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import ALIGNMENT
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 
 
@@ -84,7 +85,7 @@ class _Place(NamedTuple):
   steps: jax.Array
 
 
-def _work(plan: ring.Plan, bounds, outer, inner) -> ring.Work:
+def _work(plan: ring.Plan, book: tiles.Book, outer, inner) -> ring.Work:
   left, right, out = outer
   (left_in, left_tile), (right_in, right_tile) = map(ring.views, inner)
   chunk = plan.rows // plan.chunks
@@ -103,17 +104,17 @@ def _work(plan: ring.Plan, bounds, outer, inner) -> ring.Work:
 
   def multiply(at, k, slot, acc):
     first = at.first + k * plan.depth
-    tiles = left_tile.at[slot, own], right_tile.at[slot]
+    sides = left_tile.at[slot, own], right_tile.at[slot]
 
     @pl.when((first < at.start) | (first + plan.depth > at.end))
     def _():
-      for tile in tiles:
+      for tile in sides:
         _clear(plan, tile, at.start - first, at.end - first)
 
     row, column = plan.corner(0, 0)
     rows = pl.ds(0 if plan.chunks > 1 else row, plan.share[0])
     columns = pl.ds(column, plan.share[1])
-    plgpu.wgmma(acc, tiles[0].at[:, rows].T, tiles[1].at[:, columns])
+    plgpu.wgmma(acc, sides[0].at[:, rows].T, sides[1].at[:, columns])
 
   def write(at, acc):
     corner = plan.corner(at.row, at.column)
@@ -125,9 +126,9 @@ def _work(plan: ring.Plan, bounds, outer, inner) -> ring.Work:
       store.store(acc, out.at[at.group], store.Window(*corner, *every))
 
   down, across = _tiles_of(plan, left, right)
-  tiles = jnp.int32(out.shape[0] * down * across)
-  place = functools.partial(_place, plan, bounds, (down, across))
-  return ring.Work(tiles, place, copies, multiply, write)
+  count = jnp.int32(out.shape[0] * down * across)
+  place = functools.partial(_place, plan, book, (down, across))
+  return ring.Work(count, place, copies, multiply, write)
 
 
 def _tiles_of(plan: ring.Plan, left, right) -> tuple[int, int]:
@@ -136,21 +137,23 @@ def _tiles_of(plan: ring.Plan, left, right) -> tuple[int, int]:
   return pl.cdiv(left.shape[1], plan.rows), across
 
 
-def _place(plan: ring.Plan, bounds, tiles, index) -> _Place:
-  (start, end), (down, across) = bounds, tiles
+def _place(plan: ring.Plan, book: tiles.Book, grid, i, index) -> _Place:
+  del i
+  down, across = grid
   group, rest = lax.div(index, down * across), lax.rem(index, down * across)
   m, n = lax.div(rest, across), lax.rem(rest, across)
   n = n * plan.blocks + lax.axis_index(ring.PAIR)
-  low, high = start[group], end[group]
+  low, high = book.bounds(group)
   first = lax.div(low, ALIGNMENT) * ALIGNMENT
   steps = lax.div(high - first + plan.depth - 1, plan.depth)
   steps = jnp.where(high > low, steps, 0)
   return _Place(group, m * plan.rows, n * plan.columns, first, low, high, steps)
 
 
-def _body(plan: ring.Plan, *refs):
-  bounds, outer, inner, barriers = refs[:2], refs[2:5], refs[5:7], refs[7:]
-  ring.run(plan, _work(plan, bounds, outer, inner), barriers)
+def _body(plan: ring.Plan, cut: tiles.Cut, *refs):
+  sizes, outer, words, inner = refs[0], refs[1:4], refs[4], refs[5:7]
+  book = tiles.write_book(cut, sizes, words, lax.axis_index('block'))
+  ring.run(plan, _work(plan, book, outer, inner), refs[7:])
 
 
 def multiply(lhs_gk, dout_gn, group_sizes_e, plan: ring.Plan, *, dtype):
@@ -161,14 +164,13 @@ def multiply(lhs_gk, dout_gn, group_sizes_e, plan: ring.Plan, *, dtype):
   """
   (rows, width), out_width = lhs_gk.shape, dout_gn.shape[1]
   groups = group_sizes_e.shape[0]
-  sizes_e = group_sizes_e.astype(jnp.int32)
-  end_e = jnp.minimum(jnp.cumsum(sizes_e), rows)
-  start_e = jnp.concatenate([jnp.zeros(1, jnp.int32), end_e[:-1]])
+  cut = tiles.Cut(groups, rows)
   kernel = ring.kernel(
     plan,
-    functools.partial(_body, plan),
+    functools.partial(_body, plan, cut),
     name='grouped_matmul_weights',
     out=jax.ShapeDtypeStruct((groups, width, out_width), dtype),
+    book=cut.scratch(),
     tiles=(
       (plan.chunks, plan.depth, plan.rows // plan.chunks),
       (plan.depth, plan.columns),
@@ -176,4 +178,4 @@ def multiply(lhs_gk, dout_gn, group_sizes_e, plan: ring.Plan, *, dtype):
     copies=plan.chunks + 1,
   )
   sides = (dout_gn, lhs_gk) if plan.transposed else (lhs_gk, dout_gn)
-  return kernel(start_e, end_e, *sides)
+  return kernel(group_sizes_e.astype(jnp.int32), *sides)
