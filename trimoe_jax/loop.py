@@ -260,6 +260,11 @@ class Logger:
       f'held-out loss {record["heldout_loss"]:.3f} at {record["context"]} '
       f'tokens' + (f'; needle recall {recall}' if recall else '')
     )
+    for question, r in record.get('questions', {}).items():
+      self.say(
+        f'  {question}? {r["right"]:.0%} of {r["count"]} right (chance '
+        f'{r["chance"]:.0%})'
+      )
     self._progress.pause()
 
   def close(self):

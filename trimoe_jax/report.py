@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trimoe_jax import hosts, plots
+from trimoe_jax import hosts, plots, report_pictures
 from trimoe_jax.metrics import read_jsonl
 from trimoe_jax.model.model import Model, count_parameters
 from trimoe_jax.run import Run
@@ -49,6 +49,7 @@ def _write(run: Run, continuation: str):
       _summary(run),
       _stage_table(run, steps, stage_ends(evals), compiles),
       _balance_table(_moe_layers(run), steps, warm),
+      *report_pictures.section(run, evals[-1]),
       _figures(),
       continuation,
     ]

@@ -21,7 +21,7 @@ from trimoe_jax.data.tokenizer import (
   ByteTokenizer,
   encode_with_images,
 )
-from trimoe_jax.evals.questions import answers, row_images, score
+from trimoe_jax.evals.questions import answers, examples, row_images, score
 
 TOKENIZER = ByteTokenizer()
 MEDIA = TOKENIZER.media_id
@@ -271,9 +271,11 @@ def test_the_configuration_reads_pictures(material, monkeypatch):
   assert len(found) == 2 * int((batch['grids'][..., 0] > 0).sum())
   wrong = [x for x in answers(batch, 0 * batch['targets'], TOKENIZER)]
   assert score(wrong)['Which']['right'] == 0
-  for row in range(len(batch['tokens'])):
-    for image in row_images(batch, row):
-      assert image.shape == (56, 56, 3)
+  shown = examples([found[:4], found[4:]], 3)
+  assert [x['place'][0] for x in shown] == [0, 0, 1]
+  assert [len(x['answers']) for x in shown] == [2, 2, 2]
+  _, row, number = shown[0]['place']
+  assert list(row_images(batch, row))[number].shape == (56, 56, 3)
 
 
 def test_without_scikit_learn_there_is_one_error(monkeypatch):

@@ -18,7 +18,7 @@ from trimoe_jax import hosts, sharding
 from trimoe_jax.config import TrainConfig
 from trimoe_jax.data import Batch, Corpus, Room
 from trimoe_jax.evals.perplexity import LossMeter
-from trimoe_jax.evals.questions import Answer, answers, score
+from trimoe_jax.evals.questions import answers, examples, score
 from trimoe_jax.evals.recall import needle_batch, score_recall
 from trimoe_jax.losses import token_losses, token_predictions
 from trimoe_jax.model.media import images_of
@@ -30,6 +30,7 @@ from trimoe_jax.model.vision_config import PATCH
 # function a context serves the held-out text and the needles.
 INPUTS = ('tokens', 'targets', 'segment_ids')
 IMAGES = ('patches', 'grids')
+SHOWN = 18  # pictures that a report shows
 
 
 class Evaluator:
@@ -74,7 +75,7 @@ class Evaluator:
     """
     record = self._heldout(params, router, context)
     if self._asks and recall_at:
-      record['questions'] = score(self.questions(params, router, context))
+      record |= self._questions(params, router, context)
     record['recall'] = {
       str(n): self._recall(params, router, n)
       for n in recall_at
@@ -82,29 +83,20 @@ class Evaluator:
     }
     return record
 
-  def questions(
-    self, params: Any, router: RouterState, context: int
-  ) -> list[Answer]:
-    """What the model answers about held-out pictures.
-
-    Args:
-      params, router: of a train state.
-      context: tokens in a row.
-    """
+  def _questions(self, params, router, context) -> dict[str, Any]:
+    """What the model answers about held-out pictures."""
     found = []
-    for batch in self._batches(context):
+    for batch in self.batches(context):
       predicted = self._score(params, router, batch, context)['predictions']
-      found += answers(batch, predicted, self._corpus.tokenizer)
-    return found
+      found.append(list(answers(batch, predicted, self._corpus.tokenizer)))
+    together = [answer for own in found for answer in own]
+    return {'questions': score(together), 'examples': examples(found, SHOWN)}
 
-  def _batches(self, context: int) -> list[Batch]:
-    """The held-out rows of a context."""
-    return self._corpus.heldout_batches(
-      context,
-      self._config.eval.batches,
-      self._rows(context),
-      self._room(context),
-    )
+  def batches(self, context: int) -> list[Batch]:
+    """The held-out rows of a context; always the same ones."""
+    room = self._room(context)
+    settings = self._config.eval.batches, self._rows(context)
+    return self._corpus.heldout_batches(context, *settings, room)
 
   def _room(self, context: int) -> Room:
     """For images in a row: that of the stages with this context."""
@@ -128,7 +120,7 @@ class Evaluator:
   def _heldout(self, params, router, context) -> dict[str, Any]:
     tokenizer = self._corpus.tokenizer
     meter, depths = LossMeter(tokenizer.token_bytes), []
-    for batch in self._batches(context):
+    for batch in self.batches(context):
       scores = self._score(params, router, batch, context)
       meter.add(scores['losses'], batch)
       depths.append(np.asarray(scores['depth']))

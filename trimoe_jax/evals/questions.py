@@ -8,6 +8,7 @@ them; where all are right, greedy generation gives the same answer.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,14 +25,14 @@ class Answer(NamedTuple):
     question: without the question mark.
     want, got: the answer and the predicted characters in its place.
     right: whether every character and the full stop are predicted.
-    image: uint8 [H, W, 3], the picture it is about.
+    image: (row of the batch, number in it) of the picture it is about.
   """
 
   question: str
   want: str
   got: str
   right: bool
-  image: np.ndarray
+  image: tuple[int, int]
 
 
 def answers(
@@ -45,15 +46,17 @@ def answers(
     tokenizer: of bytes, or another that keeps `?`, the space and `.` apart.
   """
   for b, targets in enumerate(batch['targets']):
-    pictures = iter(list(row_images(batch, b)))
+    number = 0
     for segment in range(1, int(batch['segment_ids'][b].max()) + 1):
       at = np.flatnonzero(batch['segment_ids'][b] == segment)
       is_image = batch['tokens'][b, at] == tokenizer.media_id
       if not is_image.any():
         continue
-      image = next(pictures)
       at = at[np.flatnonzero(is_image)[-1] :]
-      yield from _answers(targets[at], predicted_bt[b, at], image, tokenizer)
+      yield from _answers(
+        targets[at], predicted_bt[b, at], (b, number), tokenizer
+      )
+      number += 1
 
 
 def _answers(want_t, got_t, image, tokenizer) -> Iterator[Answer]:
@@ -74,6 +77,29 @@ def _answers(want_t, got_t, image, tokenizer) -> Iterator[Answer]:
         image=image,
       )
     start = end + 1
+
+
+def examples(
+  found: Sequence[Sequence[Answer]], count: int
+) -> list[dict[str, Any]]:
+  """The first `count` pictures of batches of answers, to show.
+
+  Args:
+    found: the answers of each batch.
+    count: pictures.
+
+  Returns:
+    {'place': (batch, row, number), 'answers': [[question, want, got, right]]}.
+  """
+  grouped: dict[tuple, list] = {}
+  for number, own in enumerate(found):
+    for answer in own:
+      fields = [answer.question, answer.want, answer.got, answer.right]
+      grouped.setdefault((number, *answer.image), []).append(fields)
+  return [
+    {'place': place, 'answers': own}
+    for place, own in itertools.islice(grouped.items(), count)
+  ]
 
 
 def row_images(batch: Batch, row: int) -> Iterator[np.ndarray]:

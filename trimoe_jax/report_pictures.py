@@ -1,0 +1,97 @@
+"""The report's part about held-out pictures: a table and a figure."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from trimoe_jax import plots
+from trimoe_jax.evals.heldout import Evaluator
+from trimoe_jax.evals.questions import row_images
+from trimoe_jax.run import Run
+
+FILE = 'answers.png'
+_COLUMNS = 6
+_RIGHT, _WRONG = '#00684a', '#b03a00'
+
+
+def section(run: Run, record: dict[str, Any]) -> list[str]:
+  """The section's text, its figure written; nothing for a run without images.
+
+  Args:
+    run: a finished run.
+    record: its last evaluation.
+  """
+  if 'questions' not in record:
+    return []
+  evaluator = Evaluator(run.config, run.corpus, run.mesh, lambda text: None)
+  batches = evaluator.batches(record['context'])
+  shown = []
+  for example in record['examples']:
+    batch, row, number = example['place']
+    image = list(row_images(batches[batch], row))[number]
+    shown.append((image, example['answers']))
+  plot_answers(run.workdir / 'figures' / FILE, shown)
+  return [
+    f'{_table(record["questions"])}\n\n![Held-out pictures](figures/{FILE})'
+  ]
+
+
+def _table(questions: dict[str, dict[str, Any]]) -> str:
+  lines = [
+    '| question | asked | right | chance | characters right |',
+    '| --- | ---: | ---: | ---: | ---: |',
+  ]
+  for name, r in questions.items():
+    lines.append(
+      f'| {name}? | {r["count"]} | {r["right"]:.0%} | {r["chance"]:.0%} | '
+      f'{r["characters"]:.0%} |'
+    )
+  table = '\n'.join(lines)
+  return (
+    '## Pictures\n\nHeld-out pictures show digits and parts of photographs '
+    'that no picture for training shows. An answer is right when all its '
+    'characters and the full stop are predicted; chance is the share of the '
+    f'most frequent answer.\n\n{table}'
+  )
+
+
+def plot_answers(
+  path: str | pathlib.Path,
+  shown: Sequence[tuple[np.ndarray, Sequence[Sequence[Any]]]],
+) -> Figure:
+  """Saves pictures with the questions and the model's answers below.
+
+  Args:
+    path: the picture to write.
+    shown: (image [H, W, 3] uint8, [[question, want, got, right], ...]) of each
+      picture; wrong answers get the right one beside them.
+  """
+  rows = max(1, -(-len(shown) // _COLUMNS))
+  figure = plots.blank(1.75 * _COLUMNS, 2.45 * rows)
+  figure.set_layout_engine('none')
+  grid = figure.subplots(rows, _COLUMNS, squeeze=False).reshape(-1)
+  for axes in grid:
+    axes.set_axis_off()
+  for axes, (image, answers) in zip(grid, shown):
+    axes.imshow(image, interpolation='nearest')
+    for line, (question, want, got, right) in enumerate(answers):
+      said = ''.join(c if c.isprintable() else '·' for c in got)
+      text = f'{question}? {said}' + ('' if right else f'  (true: {want})')
+      axes.text(
+        0.0,
+        -0.13 * (line + 1),
+        text,
+        transform=axes.transAxes,
+        fontsize=8.5,
+        color=_RIGHT if right else _WRONG,
+        weight='normal' if right else 'bold',
+      )
+  figure.subplots_adjust(
+    left=0.02, right=0.98, top=0.98, bottom=0.11 / rows * 2, hspace=0.36
+  )
+  return plots.save(figure, path)
