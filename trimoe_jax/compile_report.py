@@ -15,7 +15,7 @@ import time
 
 import jax
 
-from trimoe_jax import flops, hlo, topology, train_state
+from trimoe_jax import compile_checks, flops, hlo, topology, train_state
 from trimoe_jax.config import TrainConfig
 from trimoe_jax.model.model import count_parameters
 from trimoe_jax.train_step import abstract_batch, make_train_step
@@ -46,6 +46,7 @@ class Report:
   step_flops: float
   collectives: dict[str, tuple[int, int]]
   memory_traffic: int | None
+  checks: dict[str, int]
   largest: list[tuple[str, tuple[int, ...], int]]
   compute_seconds: float
   memory_seconds: float | None
@@ -151,6 +152,9 @@ def _report(what, arguments, compiled, program, seconds) -> Report:
     step_flops=model_flops * repeats,
     collectives={k: tuple(t) for k, t in sent.items()},
     memory_traffic=traffic,
+    checks=compile_checks.count(program, config, where.mesh.shape)
+    if program
+    else {},
     largest=[
       (a.dtype, a.dims, a.bytes) for a in (program.largest() if program else ())
     ],
@@ -237,6 +241,12 @@ def markdown(report: Report, peak_flops: float) -> str:
     lines += [
       f'| {kind} | {count:,} | {_amount(sent)} |'
       for kind, (count, sent) in report.collectives.items()
+    ]
+  if report.checks:
+    lines += ['', '| must not grow | found | wanted |', '| --- | ---: | ---: |']
+    lines += [
+      f'| {name} | {count} | {compile_checks.WANTED[name]} |'
+      for name, count in report.checks.items()
     ]
   if report.largest:
     lines += ['', '| largest arrays | bytes |', '| --- | ---: |']

@@ -174,7 +174,7 @@ class Program:
         yield instruction, times
 
   def collectives(self) -> dict[str, Traffic]:
-    """Traffic by kind of collective, and of integers by 'kind s32' and so on.
+    """Traffic by kind of collective.
 
     Bytes are those of the result or the operands, whichever is more, times the
     share that leaves a device.
@@ -243,8 +243,8 @@ class Program:
     # A stack of layers is read or written one layer at a time.
     return sum(min(size, 4 * max(result, 1)) for size in sizes) + result
 
-  def largest(self, count: int = 10) -> list[Array]:
-    """The largest different arrays of the program."""
+  def largest(self, count: int | None = 10) -> list[Array]:
+    """The largest different arrays of the program; None: all of them."""
     seen = {
       a
       for lines in self.computations.values()
