@@ -37,7 +37,7 @@ def test_bytes_of_a_token():
 
 def test_a_filled_cache_looks_read():
   config = bench.MODELS['trimoe'].of(bench.SHAPES['tiny'])
-  cache = bench._filled(config, 2, 1500, 2100)
+  cache = bench._state(config, 2, 1500, 2100).cache
   assert int(cache.length) == 1500
   assert cache.valid.sum(1).tolist() == [1500, 1500]
   assert cache.room == 2100

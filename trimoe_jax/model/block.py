@@ -219,8 +219,13 @@ def run_body(
   return stream, join(reports), kept
 
 
+# Equal layers that are written out are traced and lowered once.
+_shared_layer = jax.jit(_layer, static_argnums=0)
+
+
 def _checkpointed_layer(node, inputs, stream, shared):
-  layer = functools.partial(_layer, node)
+  scans = shared.config.scans_layers
+  layer = functools.partial(_layer if scans else _shared_layer, node)
   if shared.config.remat == 'full':
     layer = jax.checkpoint(layer)
   return layer(inputs, stream, shared)

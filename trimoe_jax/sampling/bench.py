@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.timing import copy_bandwidth
 from trimoe_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
@@ -33,7 +34,7 @@ from trimoe_jax.model.model import (
   init_cache,
   model_parameters,
 )
-from trimoe_jax.model.parameters import initialize
+from trimoe_jax.model.parameters import Parameter
 from trimoe_jax.sampling import Drawing, State, advance, serving_params, start
 from trimoe_jax.sampling.decode import row_keys
 
@@ -167,12 +168,22 @@ def _cell(x) -> str:
 
 
 def _weights(config):
-  params = jax.jit(lambda key: initialize(model_parameters(config), key))(
-    jax.random.key(0)
+  """Random weights, made on the host: their program would compile for long."""
+  drawn = np.random.default_rng(0).standard_normal(2**20, np.float32)
+
+  def draw(path, parameter):
+    shape = parameter.shape
+    if len(shape) == 1:
+      return np.full(shape, float(path[-1].key != 'a_log'), np.float32)
+    return np.resize(config.init_std * drawn, shape)
+
+  params = jax.tree_util.tree_map_with_path(
+    draw,
+    model_parameters(config),
+    is_leaf=lambda x: isinstance(x, Parameter),
   )
   state = router.init_state(config.moe_layers, config.router, config.moe)
-  cast = jax.jit(serving_params, static_argnums=1, donate_argnums=0)
-  return cast(params, Model(config)), state
+  return jax.device_put(serving_params(params, Model(config))), state
 
 
 def _active(config, batch: int) -> int:
@@ -190,21 +201,19 @@ def _cache_bytes(config, batch: int, room: int) -> int:
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _filled(config, batch: int, prefix: int, room: int) -> Cache:
-  """A cache of random rows, as after `prefix` tokens."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _filled(config, batch: int, room: int, prefix, drawn) -> Cache:
+  """A cache of the numbers drawn, as after `prefix` tokens."""
   cache = init_cache(config, batch, room)
 
   def fill(name, axis, x):
-    draw = lambda shape: jax.random.normal(jax.random.key(x.size), shape)
-    if name not in SLOTTED:
-      return (0.1 * draw(x.shape)).astype(x.dtype)
-    axis += SLOTTED[name]
-    shape = (*x.shape[:axis], PERIOD, *x.shape[axis + 1 :])
-    times = [1] * x.ndim
-    times[axis] = -(-room // PERIOD)
-    tiled = jnp.tile(draw(shape).astype(x.dtype), times)
-    return jax.lax.slice_in_dim(tiled, 0, room, axis=axis)
+    axis += SLOTTED.get(name, 0)
+    period = PERIOD if name in SLOTTED else x.shape[axis]
+    shape = (*x.shape[:axis], period, *x.shape[axis + 1 :])
+    rows = jnp.resize(drawn, shape).astype(x.dtype)
+    times = [-(-n // m) for n, m in zip(x.shape, shape)]
+    whole = jnp.tile(rows, times)
+    return jax.lax.slice_in_dim(whole, 0, x.shape[axis], axis=axis)
 
   return Cache(
     layers=cache.map_layers(fill),
@@ -213,17 +222,21 @@ def _filled(config, batch: int, prefix: int, room: int) -> Cache:
   )
 
 
-def _step_seconds(model, weights, size, tokens: int, repeats: int) -> float:
-  """Median seconds of one step, of a call that makes `tokens`."""
-  batch, prefix, room = size
-  state = State(
-    cache=_filled(model.config, batch, prefix, room),
-    logits=jnp.zeros((batch, model.config.vocab_size)),
+def _state(config, batch: int, prefix: int, room: int) -> State:
+  drawn = np.random.default_rng(1).standard_normal(2**20, np.float32)
+  return State(
+    cache=_filled(config, batch, room, prefix, 0.1 * drawn),
+    logits=jnp.zeros((batch, config.vocab_size)),
     last=jnp.zeros(batch, jnp.int32),
     stopped=jnp.zeros(batch, bool),
     keys=row_keys(jax.random.key(0), batch),
     step=jnp.int32(0),
   )
+
+
+def _step_seconds(model, weights, size, tokens: int, repeats: int) -> float:
+  """Median seconds of one step, of a call that makes `tokens`."""
+  state = _state(model.config, *size)
   seconds = []
   for _ in range(repeats + 1):
     begin = time.perf_counter()
