@@ -21,6 +21,7 @@ import sys
 VERBS = {
   'kda': 'pallas_kernels.kda.bench',
   'short_conv': 'pallas_kernels.kda.conv_bench',
+  'gated_norm': 'pallas_kernels.kda.norm_bench',
   'attention_residual': 'pallas_kernels.attention_residual.bench',
   'quantile_router': 'pallas_kernels.quantile_router.bench',
   'grouped_matmul': 'pallas_kernels.grouped_matmul.bench',

@@ -15,25 +15,22 @@ sums are added outside in a fixed order.
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, scf
 
+from pallas_kernels.kda import mosaic_gpu_threads as threads
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 
 CHANNELS = 8  # the channels of a part are a multiple of it
-_THREADS = 128
-_AHEAD = 6  # tokens whose loads are on their way
-_UNROLLED = 8  # tokens in the body of the loop along a run
-_FORWARD = dict(lane=4, run=32)
-_BACKWARD = dict(lane=4, run=64)
+_AHEAD = 4  # tokens whose loads are on their way
+_UNROLLED = 4  # tokens in the body of the loop along a run
+_LANE = 4  # channels of one thread
+_RUN = 32  # tokens of one thread
+_GRADIENT_RUNS = (128, 64, _RUN)  # fewer sums for the taps, fewer threads
+_ENOUGH = 2**18  # threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +60,19 @@ class Sizes:
   @property
   def blocks(self) -> int:
     """Blocks of threads for one part of one sequence."""
-    return -(-self.groups * self.runs // _THREADS)
+    return -(-self.groups * self.runs // threads.BLOCK)
 
 
 class Walk:
   """One thread's channels, and its rows around the first of its run."""
 
   def __init__(self, sizes: Sizes, part, block: warp.Word):
-    thread = warp.bit_and(utils.thread_idx(), _THREADS - 1)
-    index = warp.add(warp.times(block, _THREADS), thread)
+    thread = warp.bit_and(utils.thread_idx(), threads.BLOCK - 1)
+    index = warp.add(warp.times(block, threads.BLOCK), thread)
     self.sizes, self.part = sizes, part
     self.inside = warp.compare(index, 'slt', sizes.groups * sizes.runs)
     index = warp.where(self.inside, index, warp.word(0))
-    self.run, group = _divide(index, sizes.groups)
+    self.run, group = threads.divide(index, sizes.groups)
     self.channel = warp.times(group, sizes.lane)
     self.first = warp.times(self.run, sizes.run)
 
@@ -97,11 +94,11 @@ class Walk:
 
   def joint(self, start):
     """Of this thread's channels in the first row of [T, parts, C] bfloat16."""
-    return _advance(start, self.joint_channel, 2)
+    return threads.advance(start, self.joint_channel, 2)
 
   def single(self, start):
     """Of this thread's channels in the first row of [T, C] bfloat16."""
-    return _advance(start, self.channel, 2)
+    return threads.advance(start, self.channel, 2)
 
   def load(self, rows, j) -> list[warp.Word]:
     """The j-th token's words, zeros if there is no such token.
@@ -109,21 +106,23 @@ class Walk:
     `rows` is the address of the first row and the bytes from row to row.
     """
     t, exists = self.token(j)
-    words = warp.load_global_words(_advance(rows[0], t, rows[1]), 0, self.words)
+    words = warp.load_global_words(
+      threads.advance(rows[0], t, rows[1]), 0, self.words
+    )
     return [warp.where(exists, w, warp.word(0)) for w in words]
 
   def document(self, start, j) -> warp.Word:
     """The j-th token's document, 0 for padding and where there is no token."""
     t, exists = self.token(j)
-    (number,) = warp.load_global_words(_advance(start, t, 4), 0, 1)
+    (number,) = warp.load_global_words(threads.advance(start, t, 4), 0, 1)
     return warp.where(exists, number, warp.word(0))
 
   def store(self, rows, j, values):
     """Writes the j-th token's channels, if there is such a token."""
     t, exists = self.token(j)
-    words = [warp.pack(a, b) for a, b in zip(values[::2], values[1::2])]
     predicate = warp.both(self.inside, exists)
-    address = _advance(rows[0], t, rows[1])
+    address = threads.advance(rows[0], t, rows[1])
+    words = threads.narrow(values)
     warp.store_global(address, 0, words, predicate=predicate)
 
   @property
@@ -141,7 +140,7 @@ class Walk:
   def taps(self, start) -> list[list[warp.Real]]:
     """The weights of this thread's channels, by tap, from [parts * C, W]."""
     count, lane = self.sizes.taps, self.sizes.lane
-    address = _advance(start, self.joint_channel, 4 * count)
+    address = threads.advance(start, self.joint_channel, 4 * count)
     flat = []
     for i in range(0, lane * count, 4):
       flat += warp.load_global(address, 4 * i, 4)
@@ -150,21 +149,13 @@ class Walk:
   def store_sums(self, start, sums):
     """Writes this run's sums for the taps to [runs, W, parts * C] float32."""
     width = self.sizes.channels * self.sizes.parts
-    address = _advance(start, self.run, 4 * width * self.sizes.taps)
-    address = _advance(address, self.joint_channel, 4)
+    address = threads.advance(start, self.run, 4 * width * self.sizes.taps)
+    address = threads.advance(address, self.joint_channel, 4)
     for j, values in enumerate(sums):
       for i in range(0, len(values), 4):
         offset = 4 * (j * width + i)
         row = values[i : i + 4]
         warp.store_global(address, offset, row, predicate=self.inside)
-
-
-def _wide(words) -> list[warp.Real]:
-  return [x for w in words for x in warp.unpack(w)]
-
-
-def _sigmoid(x: warp.Real) -> warp.Real:
-  return warp.reciprocal(warp.exp2(x * -math.log2(math.e)) + 1.0)
 
 
 class Window:
@@ -178,7 +169,7 @@ class Window:
   def __init__(self, walk: Walk, rows, ids):
     self._walk, self._rows, self._ids = walk, rows, ids
     before = range(1 - walk.sizes.taps, 0)
-    self.state = dict(rows=[_wide(walk.load(rows, j)) for j in before])
+    self.state = dict(rows=[threads.wide(walk.load(rows, j)) for j in before])
     self.state['waiting'] = [walk.load(rows, j) for j in range(_AHEAD)]
     if walk.sizes.packed:
       self.state['ids'] = [walk.document(ids, j) for j in before]
@@ -189,7 +180,7 @@ class Window:
     """The taps of the j-th token, which is the next, and their documents."""
     old = self.state
     later = warp.add(j, _AHEAD)
-    rows = [*old['rows'], _wide(old['waiting'][0])]
+    rows = [*old['rows'], threads.wide(old['waiting'][0])]
     waiting = [*old['waiting'][1:], self._walk.load(self._rows, later)]
     self.state = dict(rows=rows[1:], waiting=waiting)
     if not self._walk.sizes.packed:
@@ -232,10 +223,10 @@ def _forward(walk: Walk, x, w, ids, out):
       j = warp.add(warp.times(i, _UNROLLED), step)
       rows, _ = window.advance(j)
       total = _total(rows, weights)
-      walk.store(results, j, [t * _sigmoid(t) for t in total])
+      walk.store(results, j, [t * threads.sigmoid(t) for t in total])
     return window.state
 
-  _loop(walk.sizes.run // _UNROLLED, window.state, some)
+  threads.loop(walk.sizes.run // _UNROLLED, window.state, some)
 
 
 class Gradient:
@@ -261,13 +252,13 @@ class Gradient:
     self._window.state = self.state['window']
     rows, ids = self._window.advance(j)
     total = _total(rows, self._weights)
-    d_y = _wide(own['waiting'][0])
+    d_y = threads.wide(own['waiting'][0])
     later = walk.load(self._d_out, warp.add(j, _AHEAD))
     if ids is not None:  # padding yields zeros whatever stands there
       d_y = _where_all(warp.compare(ids[-1], 'ne', 0), d_y)
     d_total = []
     for t, d in zip(total, d_y):
-      s = _sigmoid(t)
+      s = threads.sigmoid(t)
       d_total.append(d * s * warp.fma(t, warp.Real(1.0) - s, 1.0))
     d_taps = d_total if counts is None else _where_all(counts, d_total)
     sums = [
@@ -319,75 +310,29 @@ def _backward(walk: Walk, arrays, outputs):
       walk.store(results, j, gradient.pop())
     return gradient.state
 
-  state = _loop(walk.sizes.run // _UNROLLED, gradient.state, some)
+  state = threads.loop(walk.sizes.run // _UNROLLED, gradient.state, some)
   walk.store_sums(partial, state['own']['sums'])
 
 
-def _loop(count: int, state: Any, body) -> Any:
-  """`state = body(i, state)` for i from 0 to count - 1."""
-  leaves, structure = jax.tree.flatten(state)
-  is_real = [isinstance(x, warp.Real) for x in leaves]
-
-  def values(state):
-    return [
-      x.value if isinstance(x, warp.Real) else x for x in jax.tree.leaves(state)
-    ]
-
-  def rebuilt(values):
-    wrapped = [warp.Real(x) if r else x for r, x in zip(is_real, values)]
-    return jax.tree.unflatten(structure, wrapped)
-
-  loop = scf.ForOp(warp.word(0), warp.word(count), warp.word(1), values(state))
-  with ir.InsertionPoint(loop.body):
-    result = body(loop.induction_variable, rebuilt(list(loop.inner_iter_args)))
-    scf.yield_(values(result))
-  return rebuilt(list(loop.results_))
-
-
-def _launch(sizes: Sizes, batch: int, name: str, body, arrays, written):
+def _launch(sizes: Sizes, batch: int, name: str, body, trees):
   """Runs `body(walk, addresses of arrays, of results)` in every thread.
 
   Arrays called d_y and results called y come as lists, one a part, of which a
   block's body gets its own.
   """
-  reference = plgpu.RefType()
-  leaves, structure = jax.tree.flatten(arrays)
-  results, written_as = jax.tree.flatten(written)
 
-  def kernel_body(*refs):
-    b = lax.div(lax.axis_index('block'), sizes.parts * sizes.blocks)
-    names = [*_names(arrays), *_names(written)]
-    own = [r if n == 'taps' else r.at[b] for n, r in zip(names, refs)]
+  def row(path, block):
+    blocks_of_one = sizes.parts * sizes.blocks
+    return None if path[0].key == 'taps' else lax.div(block, blocks_of_one)
 
-    @plgpu.inline_mgpu(arg_types=(reference,) * len(own))
-    def work(ctx, *own):
-      del ctx
-      addresses = [warp.global_address(ref) for ref in own]
-      inputs = jax.tree.unflatten(structure, addresses[: len(leaves)])
-      outputs = jax.tree.unflatten(written_as, addresses[len(leaves) :])
-      index, block = _divide(_block(), sizes.blocks)
-      _, part = _divide(index, sizes.parts)
-      walk = Walk(sizes, part, block)
-      body(walk, _of_part(inputs, part), _of_part(outputs, part))
+  def work(arrays, outputs):
+    index, block = threads.divide(threads.block_index(), sizes.blocks)
+    _, part = threads.divide(index, sizes.parts)
+    walk = Walk(sizes, part, block)
+    body(walk, _of_part(arrays, part), _of_part(outputs, part))
 
-    work(*own)
-
-  kernel = plgpu.kernel(
-    kernel_body,
-    out_type=tuple(results),
-    grid=(batch * sizes.parts * sizes.blocks,),
-    grid_names=('block',),
-    kernel_name=name,
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
-    ),
-  )
-  return jax.tree.unflatten(written_as, kernel(*leaves))
-
-
-def _names(arrays: dict) -> list[str]:
-  """The name of each leaf, in the order of leaves."""
-  return [path[0].key for path, _ in jax.tree.leaves_with_path(arrays)]
+  blocks = batch * sizes.parts * sizes.blocks
+  return threads.launch(name, blocks, work, trees, row)
 
 
 def _of_part(addresses: dict, part) -> dict:
@@ -403,28 +348,13 @@ def _of_part(addresses: dict, part) -> dict:
   return chosen
 
 
-def _block() -> warp.Word:
-  i32 = ir.IntegerType.get_signless(32)
-  return arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))
-
-
-def _divide(a: warp.Word, b: int) -> tuple[warp.Word, warp.Word]:
-  """Quotient and remainder of a number that is not negative."""
-  divisor = warp.word(b)
-  return arith.divui(a, divisor), arith.remui(a, divisor)
-
-
-def _advance(address: ir.Value, count: warp.Word, size: int) -> ir.Value:
-  """A 64-bit address moved by `count` times `size` bytes."""
-  i64 = ir.IntegerType.get_signless(64)
-  offset = arith.muli(arith.extui(i64, count), arith.constant(i64, size))
-  return arith.addi(address, offset)
-
-
-def _sizes(x_btsc, taps_scw, ids_bt, how) -> Sizes:
-  _, length, parts, channels = x_btsc.shape
-  taps = taps_scw.shape[2]
-  return Sizes(length, channels, parts, taps, ids_bt is not None, **how)
+def _sizes(x_btsc, taps_scw, ids_bt, runs=(_RUN,)) -> Sizes:
+  """With the longest of the runs that leaves enough threads."""
+  batch, length, parts, channels = x_btsc.shape
+  threads_of = lambda run: batch * parts * channels * length // (run * _LANE)
+  run = next((r for r in runs if threads_of(r) >= _ENOUGH), runs[-1])
+  shape = length, channels, parts, taps_scw.shape[2]
+  return Sizes(*shape, ids_bt is not None, _LANE, run)
 
 
 def _arrays(x_btsc, taps_scw, ids_bt) -> dict:
@@ -444,7 +374,7 @@ def forward(x_btsc: jax.Array, taps_scw: jax.Array, ids_bt) -> list[jax.Array]:
     ids_bt: [B, T] int32 or None; rows see those of their own document, 0 is
       padding, whose rows are not read and whose results are 0.
   """
-  sizes = _sizes(x_btsc, taps_scw, ids_bt, _FORWARD)
+  sizes = _sizes(x_btsc, taps_scw, ids_bt)
 
   def body(walk, arrays, outputs):
     ids = arrays.get('ids')
@@ -454,7 +384,7 @@ def forward(x_btsc: jax.Array, taps_scw: jax.Array, ids_bt) -> list[jax.Array]:
   one = jax.ShapeDtypeStruct((batch, length, channels), jnp.bfloat16)
   written = dict(y=[one] * parts)
   arrays = _arrays(x_btsc, taps_scw, ids_bt)
-  return _launch(sizes, batch, 'short_conv', body, arrays, written)['y']
+  return _launch(sizes, batch, 'short_conv', body, (arrays, written))['y']
 
 
 def backward(
@@ -466,7 +396,7 @@ def backward(
     x_btsc, taps_scw, ids_bt: as for `forward`.
     d_y: gradients of its results, [B, T, C] bfloat16 each.
   """
-  sizes = _sizes(x_btsc, taps_scw, ids_bt, _BACKWARD)
+  sizes = _sizes(x_btsc, taps_scw, ids_bt, _GRADIENT_RUNS)
 
   def body(walk, arrays, outputs):
     inputs = [arrays.get(name) for name in ('x', 'taps', 'ids', 'd_y')]
@@ -480,6 +410,6 @@ def backward(
   )
   arrays = _arrays(x_btsc, taps_scw, ids_bt) | {'d_y': list(d_y)}
   name = 'short_conv_gradient'
-  results = _launch(sizes, batch, name, body, arrays, written)
+  results = _launch(sizes, batch, name, body, (arrays, written))
   sums_wsc = results['partial'].sum((0, 1))
   return results['d_x'], jnp.moveaxis(sums_wsc, 0, 2)

@@ -24,6 +24,7 @@ from pallas_kernels.kda import (
   conv_bench,
   mosaic_gpu,
   mosaic_gpu_conv,
+  mosaic_gpu_threads,
   short_convolution,
   short_convolutions,
 )
@@ -95,6 +96,19 @@ def test_padding_hides_what_stands_there():
   assert not np.asarray(clean[0])[ids == 0].any()
 
 
+def loop(count, state, body):
+  for i in range(count):
+    state = body(words(i), state)
+  return state
+
+
+# What replaces the rest of `mosaic_gpu_threads`.
+THREAD_SUBSTITUTES = dict(
+  loop=loop,
+  advance=lambda a, count, size: (a[0], a[1] + words(count) * size),
+)
+
+
 @pytest.fixture
 def machine(monkeypatch):
   """Replaces instructions and thread numbers by emulated ones."""
@@ -103,23 +117,13 @@ def machine(monkeypatch):
     monkeypatch.setattr(warp, name, function)
   reals = lambda *args: [Real(from_bits(x)) for x in machine.load_words(*args)]
   monkeypatch.setattr(warp, 'load_global', reals)
-  threads = types.SimpleNamespace(
+  numbers = types.SimpleNamespace(
     thread_idx=lambda: np.arange(THREADS, dtype=np.int32)
   )
-  for name, function in (
-    ('utils', threads),
-    ('_divide', np.divmod),
-    ('_loop', loop),
-    ('_advance', lambda a, count, size: (a[0], a[1] + words(count) * size)),
-  ):
-    monkeypatch.setattr(mosaic_gpu_conv, name, function)
+  monkeypatch.setattr(mosaic_gpu_conv, 'utils', numbers)
+  for name, function in (('divide', np.divmod), *THREAD_SUBSTITUTES.items()):
+    monkeypatch.setattr(mosaic_gpu_threads, name, function)
   return machine
-
-
-def loop(count, state, body):
-  for i in range(count):
-    state = body(words(i), state)
-  return state
 
 
 def emulated(x, taps, ids, d):
@@ -137,12 +141,12 @@ def emulated(x, taps, ids, d):
   for b, part in np.ndindex(batch, parts):
     document = own(ids, b) if packed else None
     inputs = own(x, b), own(taps[None], 0), document
-    for how in (mosaic_gpu_conv._FORWARD, mosaic_gpu_conv._BACKWARD):
-      sizes = mosaic_gpu_conv.Sizes(*shape, **how)
+    for run, backward in ((32, False), (64, True)):
+      sizes = mosaic_gpu_conv.Sizes(*shape, 4, run)
       partial = np.zeros((sizes.runs, *d_taps.shape), np.float32)
       for block in range(sizes.blocks):
         walk = mosaic_gpu_conv.Walk(sizes, part, words(block))
-        if how is mosaic_gpu_conv._BACKWARD:
+        if backward:
           arrays = *inputs, own(d[part], b)
           outputs = own(d_x, b), own(partial[None], 0)
           mosaic_gpu_conv._backward(walk, arrays, outputs)

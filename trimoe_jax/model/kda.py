@@ -7,6 +7,7 @@ Equations: Kimi K3 report, section 2.1, and Kimi Linear, arXiv 2510.26692.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.kda import (
   affine_summary,
   decode_step,
+  gated_norm,
   kda,
   short_convolutions,
 )
@@ -323,12 +325,13 @@ def kda_layer(
   )
   out_bthv, cache = mix(inputs)
   gate_dhv = weight('gate', 'embed', 'heads', None)
-  gated = _gated_norm(
-    sharding.constrain(out_bthv, *per_head),
-    sharding.einsum('btd,dhv->bthv', x_btd, gate_dhv, out=per_head),
-    params['out_norm'],
-    config.norm_eps,
+  gate_bthv = sharding.einsum('btd,dhv->bthv', x_btd, gate_dhv, out=per_head)
+  norm = sharding.local(
+    functools.partial(gated_norm, eps=config.norm_eps),
+    inputs=(per_head, per_head, (None,)),
+    outputs=per_head,
   )
+  gated = norm(out_bthv, gate_bthv, params['out_norm'])
   out_hvd = weight('out', 'heads', None, 'embed')
   y_btd = sharding.einsum(
     'bthv,hvd->btd', gated, out_hvd, out=('batch', 'seq', None)
@@ -340,7 +343,10 @@ def _low_and_beta(weight, x_btd):
   """The decay's low rank [B, T, r] and beta's logits [B, T, H].
 
   Two narrow products that mostly read x; in one where heads are not sharded.
+  The barrier keeps XLA from making the gate in the same one, which would copy
+  the gate's gradient to where this one's is.
   """
+  x_btd = jax.lax.optimization_barrier(x_btd)
   down_dr = weight('decay_down', 'embed', None)
   beta_dh = weight('beta', 'embed', 'heads')
   rows, heads = ('batch', 'seq', None), ('batch', 'seq', 'heads')
@@ -352,17 +358,6 @@ def _low_and_beta(weight, x_btd):
   joint_btr = sharding.einsum('btd,dr->btr', x_btd, joint_dr, out=rows)
   rank = down_dr.shape[1]
   return joint_btr[..., :rank], joint_btr[..., rank:]
-
-
-def _gated_norm(x_bthv, gate_bthv, gain_v, eps):
-  """sigmoid(gate) * RMSNorm(x) * gain per head, in float32, cast at the end."""
-  wide = jnp.promote_types(gate_bthv.dtype, jnp.float32)
-  x_bthv = x_bthv.astype(wide)
-  scale = jax.lax.rsqrt(jnp.mean(x_bthv * x_bthv, -1, keepdims=True) + eps)
-  normed = x_bthv * scale * gain_v.astype(wide)
-  return (normed * jax.nn.sigmoid(gate_bthv.astype(wide))).astype(
-    gate_bthv.dtype
-  )
 
 
 def kda_cache(config: ModelConfig, batch: int) -> dict[str, jax.Array]:
