@@ -27,9 +27,9 @@ def run_rows(experts, z_gl, group_sizes_e):
 
 
 @functools.cache
-def program(strategy, ranks, slots=SLOTS, capacity=None):
+def program(strategy, ranks, slots=SLOTS, capacity=None, tensor=1):
   """The compiled layer of `compiled`, and how its arguments are laid out."""
-  mesh = sharding.make_mesh({'expert': ranks})
+  mesh = sharding.make_mesh({'expert': ranks, 'tensor': tensor})
 
   def local(weights_tj, z_tl, experts, indices_tj, mask_t):
     u_tl, dropped = run_experts(
@@ -38,6 +38,7 @@ def program(strategy, ranks, slots=SLOTS, capacity=None):
       z_tl,
       Routes(indices_tj, weights_tj, mask_t),
       axis='expert',
+      shared='tensor',
       strategy=strategy,
       capacity=capacity,
     )
@@ -133,6 +134,17 @@ class DispatchTest(parameterized.TestCase):
         for leaf in jax.tree.leaves(gradients[2]):
           np.testing.assert_array_equal(leaf[idle], 0)
         self.assertFalse(u_tl[~args[4]].any())
+
+  @parameterized.parameters(*STRATEGIES)
+  def test_devices_with_the_same_tokens_share_them(self, strategy):
+    args = arguments(random_routes())
+    u_tl, dropped, gradients = compiled(strategy, 2, tensor=2)(*args)
+    assert_close((u_tl, gradients), want(*args))
+    np.testing.assert_array_equal(dropped, np.zeros(2))
+    # Each has rows for its part of the tokens only.
+    size = lambda **sizes: program(strategy, 2, **sizes)[0].memory_analysis()
+    alone, both = size().temp_size_in_bytes, size(tensor=2).temp_size_in_bytes
+    self.assertLess(both, 0.8 * alone)
 
   @parameterized.parameters('ring', 'all_to_all')
   def test_one_slot(self, strategy):

@@ -135,6 +135,7 @@ def _route_and_run(
     z_btl.reshape(-1, shape[-1]),
     Routes(indices_tj, weights_tj, mask_t),
     axis='expert' if sharding.mesh_is_set() else None,
+    shared='tensor' if sharding.mesh_is_set() else None,
     strategy=moe.dispatch,
     capacity=capacity,
   )

@@ -11,6 +11,9 @@ its statistics depend on the strategy:
 - 'all_to_all' sends every token-expert copy to the rank of its expert and back:
   T J (R - 1) / R rows each way, so less than 'ring' once R exceeds J.
 
+Devices that hold the same tokens (those along a tensor axis) share them: each
+takes its part through its experts and all gather the sums.
+
 What travels has the latent's width. Whatever the router does must fit, so
 'ring' holds R T J rows and 'all_to_all' R T min(J, E / R); only a capacity, and
 the drops it brings, take that down to about T J. Only copies that exist travel
@@ -74,6 +77,7 @@ def run_experts(
   routes: Routes,
   *,
   axis: str | None,
+  shared: str | None = None,
   strategy: Dispatch = 'auto',
   capacity: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -91,6 +95,9 @@ def run_experts(
     routes: of these tokens.
     axis: the mesh axis over which experts are sharded; None where there is no
       mesh and `experts` holds all of them.
+    shared: a mesh axis along which devices hold the same tokens and experts;
+      they share the work where it divides the tokens. The number of dropped
+      copies is of all of them.
     strategy: as above; 'auto' is 'ring' up to 16 ranks, then 'all_to_all'.
     capacity: rows that one device may send to one rank, as a multiple of the
       T J / R it sends at perfect balance ('all_to_all' only). Copies beyond
@@ -101,6 +108,26 @@ def run_experts(
   Returns:
     ([T, l] in the dtype of z_tl, int32 number of dropped copies).
   """
+  options = dict(axis=axis, strategy=strategy, capacity=capacity)
+  parts = 1 if shared is None else jax.lax.axis_size(shared)
+  if parts == 1 or z_tl.shape[0] % parts:
+    return _run(run, experts, z_tl, routes, **options)
+  own = functools.partial(_own, axis=shared)
+  u_tl, dropped = _run(
+    run, experts, *jax.tree.map(own, (z_tl, routes)), **options
+  )
+  return _gather(u_tl, shared), jax.lax.psum(dropped, shared)
+
+
+def _own(x_t, axis):
+  """This device's part of what all along `axis` hold."""
+  count = x_t.shape[0] // jax.lax.axis_size(axis)
+  start = count * jax.lax.axis_index(axis)
+  return jax.lax.dynamic_slice_in_dim(x_t, start, count)
+
+
+def _run(run, experts, z_tl, routes, *, axis, strategy, capacity):
+  """`run_experts` of tokens that no other device has."""
   none = jnp.zeros((), jnp.int32)
   if axis is None:
     return _run_sorted(run, experts, z_tl, routes), none
