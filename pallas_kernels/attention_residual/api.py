@@ -27,6 +27,7 @@ def mix(
   *,
   partial=None,
   mask=None,
+  norm_gain=None,
   eps: float = 1e-5,
   return_weights: bool = False,
   implementation: str | None = None,
@@ -48,7 +49,10 @@ def mix(
     mask: bool [M], or [M+1] with `partial`, or None; may be traced. A False
       source has weight and gradient exactly zero whatever it holds, NaN too.
       When every source is False the output is zero.
-    eps: added to the mean square under the root.
+    norm_gain: [D] or None. The gain of an RMSNorm of the mixture, which is
+      then returned normalized. As in the released code the mixture and its
+      normalized value are rounded to the dtype of `sources` on the way.
+    eps: added to the mean squares under the roots.
     return_weights: also return the weights.
     implementation: 'mosaic_tpu', 'mosaic_gpu', 'xla', 'reference', or None for
       the best on this device.
@@ -63,18 +67,27 @@ def mix(
     NotImplementedError: `implementation` does not run on this device.
   """
   _check(sources, query, gain, partial, mask)
+  if norm_gain is not None and norm_gain.shape != query.shape:
+    raise ValueError(
+      f'attention_residual: norm_gain {norm_gain.shape} must have the shape of '
+      f'query, {query.shape}.'
+    )
   candidates = [
     (name, kernel.refusal(sources, query)) for name, kernel in _KERNELS.items()
   ]
   candidates += [('xla', None), ('reference', None)]
   name = dispatch.choose('attention_residual', implementation, candidates)
-  if name != 'reference':
-    run = _KERNELS.get(name, xla).mix
-    out, weights = run((sources, partial, query, gain), mask, eps)
+  if name in _KERNELS:
+    arrays = sources, partial, query, gain, norm_gain
+    out, weights = _KERNELS[name].mix(arrays, mask, eps)
+  elif name == 'xla':
+    out, weights = xla.mix((sources, partial, query, gain), mask, eps)
   else:
     out, weights = reference.mix(
       sources, query, gain, partial_d=partial, mask_m=mask, eps=eps
     )
+  if name not in _KERNELS and norm_gain is not None:
+    out = xla.normalized(out, norm_gain, eps)
   return (out, weights) if return_weights else out
 
 

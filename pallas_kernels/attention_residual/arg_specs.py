@@ -14,6 +14,7 @@ class ArgSpec:
 
   partial: whether there is a running partial sum beside the sources.
   masked: sources that are masked out; `sources` itself names the partial.
+  normalized: whether an RMSNorm follows.
   """
 
   name: str
@@ -22,6 +23,7 @@ class ArgSpec:
   width: int
   partial: bool = True
   masked: tuple[int, ...] = ()
+  normalized: bool = False
   dtype: str = 'bfloat16'
   tags: tuple[str, ...] = ()
 
@@ -47,6 +49,9 @@ class ArgSpec:
     if self.masked:
       allowed = ~np.isin(np.arange(self.count), self.masked)
       keywords['mask'] = jnp.asarray(allowed)
+    if self.normalized:
+      norm_gain = jnp.asarray(1 + 0.3 * normal(self.width), wide)
+      keywords['norm_gain'] = norm_gain
     return (jnp.asarray(sources, self.dtype), query, gain), keywords
 
 
@@ -56,11 +61,15 @@ SPECS = (
   ArgSpec('partial', 2, (11,), 40, tags=('test',)),
   ArgSpec('masked', 4, (3, 5), 32, masked=(1, 3), tags=('test',)),
   ArgSpec('closed_block', 3, (9,), 32, masked=(3,), tags=('test',)),
+  ArgSpec('normalized', 2, (7,), 48, normalized=True, tags=('test',)),
   ArgSpec('tiny', 2, (1, 16384), 128, tags=('bench',)),
   ArgSpec('nine_sources', 8, (1, 16384), 128, tags=('bench',)),
   ArgSpec('nine_f32', 8, (1, 16384), 128, dtype='float32', tags=('bench',)),
   ArgSpec('k3_256', 8, (1, 256), 7168, tags=('bench', 'k3')),
   ArgSpec('k3_16k', 8, (1, 16384), 7168, tags=('device', 'k3')),
+  ArgSpec(
+    'k3_norm', 8, (1, 16384), 7168, normalized=True, tags=('device', 'k3')
+  ),
 )
 
 

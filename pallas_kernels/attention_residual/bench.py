@@ -96,6 +96,8 @@ def inputs(spec: ArgSpec) -> dict[str, jax.Array]:
   )
   if spec.partial:
     arrays['partial'] = normal(keys[4], shape)
+  if spec.normalized:
+    arrays['norm_gain'] = arrays['gain']
   if spec.masked:
     places = jnp.arange(spec.count)
     arrays['mask'] = ~jnp.isin(places, jnp.asarray(spec.masked))
@@ -164,11 +166,14 @@ class _Fla:
     given = {name: torch.from_dlpack(x) for name, x in arrays.items()}
     do = given.pop('cotangent')
     sources = [*given['sources'].unbind(0), given['partial']]
-    leaves = [x.detach() for x in (given['query'], *sources, given['gain'])]
+    leaves = [x.detach() for x in (given['query'], given['gain'], *sources)]
+    norm = [given['norm_gain'].detach()] if 'norm_gain' in given else []
+    leaves, count = leaves + norm, len(sources)
 
     def forward():
-      query, *sources, gain = leaves
-      return fused_attnres(query, sources, gain, rms_eps=1e-5)
+      query, gain, *sources = leaves[: 2 + count]
+      norm_gain = leaves[2 + count] if norm else None
+      return fused_attnres(query, sources, gain, norm_gain, rms_eps=1e-5)
 
     if kind == 'forward':
       return torch.inference_mode()(forward)

@@ -26,9 +26,15 @@ _HOPPER = ('H100', 'H200', 'H800', 'H20')
 _PROCESSORS = 132
 _SHARED_BYTES = 225 * 1024  # of a multiprocessor, for all its blocks
 _BLOCK_BYTES = 1024  # that every block costs beside what it asks for
-_MOST_WARPS = 15
-_MOST_UNITS = 4
+# Consuming warps of a block, and columns of a thread. Few warps with many
+# columns keep more of a row in registers and share less.
+_BEST_WARPS, _MOST_WARPS = 7, 15
+_MOST_COLUMNS = 32
 _GROUP = 4  # warps of a warpgroup
+# Registers of a thread besides those for its columns (compiled kernels use
+# less), and of a multiprocessor.
+_REGISTERS, _ALL_REGISTERS = 52, 65536
+_MOST_TOGETHER = 6  # blocks of a multiprocessor
 
 
 def refusal(sources, query) -> str | None:
@@ -66,33 +72,50 @@ def unsupported(sources, query) -> str | None:
 
 
 def _warps(width: int, dtype: str) -> int | None:
-  """Consuming warps for a row: as many as divide it, few units a thread."""
-  unit = body.LANES * body.UNIT_BYTES // jnp.dtype(dtype).itemsize
-  if width == 0 or width % unit:
+  """Consuming warps of a block, among which a row is divided."""
+  per_unit = body.UNIT_BYTES // jnp.dtype(dtype).itemsize
+  if width == 0 or width % (body.LANES * per_unit):
     return None
-  units = width // unit
+  units = width // (body.LANES * per_unit)
   fits = [
     n
     for n in range(1, _MOST_WARPS + 1)
-    if units % n == 0 and units // n <= _MOST_UNITS
+    if units % n == 0 and units // n * per_unit <= _MOST_COLUMNS
   ]
-  return max(fits, default=None)
+  best = [n for n in fits if n <= _BEST_WARPS]
+  return max(best) if best else min(fits, default=None)
+
+
+def _groups(warps: int) -> int:
+  """Warpgroups for the consuming warps and the producing one."""
+  return -(-(warps + 1) // _GROUP)
 
 
 def plan_of(
-  shape: tuple[int, int, int], dtype: str, partial: bool, *, eps, extra: int
+  shape: tuple[int, int, int],
+  dtype: str,
+  partial: bool,
+  *,
+  eps: float,
+  extra: int,
+  passes: int,
 ) -> Plan:
   """The static choices.
 
   Args:
     shape: [M, T, D] of the finished sources.
     extra: rows a token has besides its sources.
+    passes: over the rows of a token.
   """
   finished, tokens, width = shape
   warps = _warps(width, dtype)
-  together = max(1, min(8, _MOST_WARPS // (warps + 1)))
+  columns = width // (body.LANES * warps)
+  registers = _REGISTERS + columns * (1 + passes + 2 * extra)
+  threads = body.LANES * _GROUP * _groups(warps)
+  together = _ALL_REGISTERS // (threads * min(registers, 255))
+  together = max(1, min(together, _MOST_TOGETHER))
   row = width * jnp.dtype(dtype).itemsize
-  scratch = 4 * 4 * warps * body.LANES
+  scratch = 4 * 4 * warps * (body.LANES + 1)
   room = _SHARED_BYTES // together - _BLOCK_BYTES - scratch
   slots = min(room // (row + 16), 64)
   return Plan(
@@ -106,12 +129,18 @@ def plan_of(
     warps=warps,
     slots=slots,
     extra=extra,
+    passes=passes,
   )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def mix(arrays, mask_m, eps):
-  """The mix and its weights; arguments as of `xla.mix`."""
+  """The mix and its weights.
+
+  Args:
+    arrays: (sources, partial or None, query, gain, norm_gain or None).
+    mask_m, eps: as of `xla.mix`.
+  """
   return _forward(arrays, mask_m, eps)[0]
 
 
@@ -130,13 +159,15 @@ def _order(mask_m, count: int):
 
 def _inputs(arrays, mask_m) -> dict[str, jax.Array]:
   """What both kernels read, by name."""
-  sources, partial, query_d, gain_d = arrays
+  sources, partial, query_d, gain_d, norm_gain_d = arrays
   count = sources.shape[0] + (partial is not None)
   order_m, live = _order(mask_m, count)
   read = dict(sources=_flat(sources, 1))
   if partial is not None:
     read['partial'] = _flat(partial, 0).astype(sources.dtype)
   w_d = (xla.widened(query_d) * xla.widened(gain_d)).astype(jnp.float32)
+  if norm_gain_d is not None:  # rounded as XLA does
+    read['norm_gain'] = norm_gain_d.astype(sources.dtype).astype(jnp.float32)
   return read | dict(w=w_d, order=order_m, live=live)
 
 
@@ -149,26 +180,29 @@ def _forward(arrays, mask_m, eps):
     'partial' in read,
     eps=eps,
     extra=0,
+    passes=2,
   )
   scalar = jax.ShapeDtypeStruct((plan.count, plan.tokens), jnp.float32)
   out = jax.ShapeDtypeStruct((plan.tokens, plan.width), sources.dtype)
   written = dict(out=out, rstd=scalar, logits=scalar, weights=scalar)
+  if 'norm_gain' in read:
+    written['scale'] = jax.ShapeDtypeStruct((plan.tokens,), jnp.float32)
 
   def consume(block, at):
-    body.forward(block, at['w'], at)
+    body.forward(block, at, at)
 
   results = _launch('depth_mix', plan, read, written, consume)
   results = {n: _vary_like(sources, x) for n, x in results.items()}
   tokens = sources.shape[1:-1]
   out = results['out'].reshape(sources.shape[1:])
   weights = results['weights'].reshape(plan.count, *tokens)
-  saved = {n: results[n] for n in ('rstd', 'logits', 'weights')}
+  saved = {n: x for n, x in results.items() if n != 'out'}
   return (out, weights), (arrays, mask_m, saved)
 
 
 def _backward(eps, saved, cotangents):
   arrays, mask_m, scalars = saved
-  sources, partial, query_d, gain_d = arrays
+  sources, partial, query_d, gain_d, norm_gain_d = arrays
   do, d_weights = cotangents
   read = _inputs(arrays, mask_m) | scalars
   plan = plan_of(
@@ -177,6 +211,7 @@ def _backward(eps, saved, cotangents):
     'partial' in read,
     eps=eps,
     extra=1,
+    passes=2 + (norm_gain_d is not None),
   )
   read['do'] = _flat(do, 0).astype(sources.dtype)
   read['d_weights'] = d_weights.reshape(plan.count, -1).astype(jnp.float32)
@@ -185,10 +220,12 @@ def _backward(eps, saved, cotangents):
   if partial is not None:
     written['d_partial'] = shape(read['partial'].shape, sources.dtype)
   written['d_w'] = shape((plan.blocks, plan.width), jnp.float32)
+  if norm_gain_d is not None:
+    written['d_norm_gain'] = written['d_w']
 
   def consume(block, at):
     d_rows = Arrays(at['d_sources'], at.get('d_partial'))
-    body.backward(block, at, d_rows, at['d_w'])
+    body.backward(block, at, d_rows, at)
 
   results = _launch('depth_mix_gradient', plan, read, written, consume)
   results = {n: _vary_like(sources, x) for n, x in results.items()}
@@ -199,8 +236,12 @@ def _backward(eps, saved, cotangents):
   dw_d = jnp.sum(results['d_w'], axis=0)
   d_query = (dw_d * gain_d).astype(query_d.dtype)
   d_gain = (dw_d * query_d).astype(gain_d.dtype)
+  d_norm_gain = None
+  if norm_gain_d is not None:
+    d_norm_gain = jnp.sum(results['d_norm_gain'], axis=0)
+    d_norm_gain = d_norm_gain.astype(norm_gain_d.dtype)
   d_sources = results['d_sources'].reshape(sources.shape)
-  return (d_sources, d_partial, d_query, d_gain), None
+  return (d_sources, d_partial, d_query, d_gain, d_norm_gain), None
 
 
 mix.defvjp(_forward, _backward)
@@ -235,7 +276,7 @@ def _launch(name: str, plan: Plan, read: dict, written: dict, consume):
     out_type=tuple(written.values()),
     grid=(plan.blocks,),
     grid_names=('block',),
-    num_threads=-(-(plan.warps + 1) // _GROUP),
+    num_threads=_groups(plan.warps),
     thread_name='group',
     kernel_name=name,
     compiler_params=plgpu.CompilerParams(

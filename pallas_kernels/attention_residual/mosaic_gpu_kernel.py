@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     warps: consuming warps of a block.
     slots: rows of the ring.
     extra: rows of a token besides its sources.
+    passes: over the rows of a token.
   """
 
   tokens: int
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
   warps: int
   slots: int
   extra: int
+  passes: int
 
   @property
   def threads(self) -> int:
@@ -84,13 +86,14 @@ class Plan(NamedTuple):
     return self.count + self.extra + 3 <= self.slots
 
   @property
-  def scratch_words(self) -> int:
-    """Of the sums that warps exchange, for two tokens."""
-    return 2 * self._scratch_of_token
+  def token_words(self) -> int:
+    """Of the sums that warps exchange: two a source, and one more."""
+    return (2 * LANES + 1) * self.warps
 
   @property
-  def _scratch_of_token(self) -> int:
-    return 2 * self.warps * LANES
+  def scratch_words(self) -> int:
+    """For two tokens."""
+    return 2 * self.token_words
 
 
 class Block(NamedTuple):
@@ -112,8 +115,12 @@ class Block(NamedTuple):
 
   def sums_at(self, n: Word) -> Word:
     """Address of the sums of the n-th token."""
-    of_token = 4 * self.plan.scratch_words // 2
-    return warp.add(self.scratch, warp.times(warp.bit_and(n, 1), of_token))
+    of_token = warp.times(warp.bit_and(n, 1), 4 * self.plan.token_words)
+    return warp.add(self.scratch, of_token)
+
+  def total_at(self, n: Word) -> Word:
+    """Address of the warps' parts of one more sum."""
+    return warp.add(self.sums_at(n), 4 * 2 * LANES * self.plan.warps)
 
   def unit_offset(self, unit: int) -> Word:
     """Bytes from the start of a row to this thread's unit."""
@@ -148,6 +155,11 @@ def _words(plan: Plan, values) -> list[Word]:
   if plan.dtype == 'float32':
     return [ring_code.as_word(x) for x in values]
   return [warp.pack(a, b) for a, b in zip(values[::2], values[1::2])]
+
+
+def _rounded(plan: Plan, values) -> list[Real]:
+  """The values in the dtype of the sources."""
+  return _values(plan, _words(plan, values))
 
 
 def _load(block: Block, place: Place) -> list[Real]:
@@ -228,22 +240,28 @@ def produce(block: Block, order: ir.Value, rows: Arrays, extra):
       ring.fetch(Place(*at), rows.row(plan, source, token))
       return list(ring.after(Place(*at)))
 
-    for _ in range(1 if plan.resident else 2):
+    for _ in range(1 if plan.resident else plan.passes):
       at = ring_code.iterate(0, block.live, at, one)
     return at
 
   _over_tokens(block, [warp.word(0), warp.word(0)], token_rows)
 
 
-def _pass(block: Block, place: Place, values, body: Callable, *, first: bool):
+def _pass(block: Block, place: Place, index: int, values, body: Callable):
   """`values = body(j, columns, values)` over the sources of a token.
 
+  Args:
+    place: where the first row is.
+    index: of the pass. Resident rows are waited for in the first pass and
+      released in the last.
+
   Returns:
-    (the place after them, values).
+    (where the first row of the next pass or token is, values).
   """
-  ring, lane = block.ring, block.lane
-  waits = first or not block.plan.resident
-  releases = not first or not block.plan.resident
+  ring, plan = block.ring, block.plan
+  waits = index == 0 or not plan.resident
+  last = index == plan.passes - 1
+  releases = last or not plan.resident
 
   def one(j, carry):
     at = Place(*carry[:2])
@@ -251,18 +269,14 @@ def _pass(block: Block, place: Place, values, body: Callable, *, first: bool):
       ring.wait(at)
     values = body(j, _load(block, at), carry[2:])
     if releases:
-      ring.release(at, lane)
+      ring.release(at, block.lane)
     return [*ring.after(at), *values]
 
   slot, parity, *values = ring_code.iterate(
     0, block.live, [*place, *values], one
   )
-  return Place(slot, parity), values
-
-
-def _second_place(block: Block, first: Place, after: Place) -> Place:
-  """Where the second pass over a token's rows begins."""
-  return first if block.plan.resident else after
+  after = Place(slot, parity)
+  return place if plan.resident and not last else after, values
 
 
 def _keep_sum(block: Block, n: Word, j: Word, x: Real, parts: int):
@@ -287,6 +301,21 @@ def _total_sums(block: Block, n: Word, parts: int) -> list[Real]:
   return totals
 
 
+def _sum_of_block(block: Block, n: Word, x: Real) -> Real:
+  """x summed over the consuming threads; once a token."""
+  x = ring_code.over_lanes(Real.__add__, x)
+  base = block.total_at(n)
+  first = warp.compare(block.lane, 'eq', 0)
+  address = warp.add(base, warp.shift_left(block.warp, 2))
+  warp.store(address, 0, [x], predicate=first)
+  ring_code.wait_for_readers(block.plan.threads)
+  total = Real(0.0)
+  for i in range(block.plan.warps):
+    (part,) = warp.load_real(base, 4 * i, 1)
+    total = total + part
+  return total
+
+
 def _scores(block: Block, n: Word, eps: float):
   """(rstd, logit, weight) of lane j's source."""
   square, product = _total_sums(block, n, 2)
@@ -309,41 +338,60 @@ def _lane_address(block: Block, base: ir.Value, token: Word) -> ir.Value:
   return ring_code.row_address(base, index, 4)
 
 
-def forward(block: Block, w: ir.Value, written: dict):
+def _mixture(block: Block, place: Place, index: int, weight: Real):
+  """(place after it, this thread's columns of the mixture) by a pass."""
+
+  def add(j, x_d, out_d):
+    p = ring_code.from_lane(weight, j)
+    return [warp.fma(p, x, out) for x, out in zip(x_d, out_d)]
+
+  zeros = warp.zeros(block.plan.units * block.plan.per_unit)
+  return _pass(block, place, index, zeros, add)
+
+
+def forward(block: Block, read: dict, written: dict):
   """The mix of this block's tokens, by the consuming warps.
 
   Args:
-    w: address of query * gain, float32 [D].
-    written: addresses of out [T, D]; rstd, logits, weights [M, T] float32.
+    read: addresses of w, query * gain, and norm_gain if the mixture is to be
+      normalized; float32 [D].
+    written: addresses of out [T, D]; rstd, logits, weights [M, T] float32;
+      scale [T], the reciprocal RMS of the mixture, if it is normalized.
   """
-  plan, w_d = block.plan, _vector(block, w)
+  plan, w_d = block.plan, _vector(block, read['w'])
+  if 'norm_gain' in read:
+    norm_d = _vector(block, read['norm_gain'])
 
   def token_mix(n, token, at):
-    first = Place(*at)
-
     def score(j, x_d, _):
       pair = _dot(x_d, x_d), _dot(x_d, w_d)
       sums = ring_code.sums_of_two(*pair, block.lane)
       _keep_sum(block, n, j, sums, 2)
       return []
 
-    after, _ = _pass(block, first, [], score, first=True)
+    place, _ = _pass(block, Place(*at), 0, [], score)
     ring_code.wait_for_readers(plan.threads)
     rstd, logit, weight = _scores(block, n, plan.eps)
     _store_scalars(block, token, written, (rstd, logit, weight))
-
-    def add(j, x_d, out_d):
-      p = ring_code.from_lane(weight, j)
-      return [warp.fma(p, x, out) for x, out in zip(x_d, out_d)]
-
-    zeros = warp.zeros(plan.units * plan.per_unit)
-    second = _second_place(block, first, after)
-    after, out_d = _pass(block, second, zeros, add, first=False)
+    place, out_d = _mixture(block, place, 1, weight)
+    if 'norm_gain' in read:
+      out_d = _rounded(plan, out_d)
+      square = _sum_of_block(block, n, _dot(out_d, out_d))
+      scale = warp.rsqrt(warp.fma(square, 1.0 / plan.width, plan.eps))
+      _store_scale(block, written['scale'], token, scale)
+      out_d = _rounded(plan, [x * scale for x in out_d])
+      out_d = [x * g for x, g in zip(out_d, norm_d)]
     row = ring_code.row_address(written['out'], token, plan.row_bytes)
     _store(block, row, out_d)
-    return list(after)
+    return list(place)
 
   _over_tokens(block, [warp.word(0), warp.word(0)], token_mix)
+
+
+def _store_scale(block: Block, base: ir.Value, token: Word, scale: Real):
+  is_first = warp.compare(block.thread, 'eq', 0)
+  address = ring_code.row_address(base, token, 4)
+  warp.store_global(address, 0, [scale], predicate=is_first)
 
 
 def _store_scalars(block: Block, token: Word, written: dict, scalars):
@@ -375,34 +423,69 @@ def _slopes(block: Block, n: Word, scalars: dict):
   return slope, pull
 
 
-def backward(block: Block, read: dict, d_rows: Arrays, d_w: ir.Value):
+def _through_norm(block: Block, at, read: dict, rows):
+  """(gradient of the mixture, that of norm_gain by this token).
+
+  With h the mixture, r its reciprocal RMS and dn = do norm_gain:
+
+      dh = r dn - r^3 h <dn, h> / D
+
+  Args:
+    at: (number of the token in this block, token).
+    rows: columns of the cotangent and of the mixture.
+  """
+  plan, (n, token), (do_d, h_d) = block.plan, at, rows
+  norm_d = _vector(block, read['norm_gain'])
+  address = ring_code.row_address(read['scale'], token, 4)
+  (scale,) = warp.load_global_words(address, 0, 1)
+  scale = ring_code.as_real(scale)
+  dn_d = [do * g for do, g in zip(do_d, norm_d)]
+  product = _sum_of_block(block, n, _dot(dn_d, h_d))
+  pull = scale * scale * scale * product * (-1.0 / plan.width)
+  dh_d = [warp.fma(pull, h, scale * dn) for h, dn in zip(h_d, dn_d)]
+  n_d = _rounded(plan, [h * scale for h in h_d])
+  return dh_d, [do * x for do, x in zip(do_d, n_d)]
+
+
+def backward(block: Block, read: dict, d_rows: Arrays, written: dict):
   """Gradients of this block's tokens, by the consuming warps.
 
       dx_j = p_j do + slope_j w - pull_j x_j        dw += slope_j x_j
 
+  with the gradient of the mixture in the place of do where it is normalized.
+
   Args:
     read: addresses of w [D] and of rstd, logits, weights and d_weights [M, T],
-      all float32.
+      and if the mixture is normalized of norm_gain [D] and scale [T], all
+      float32.
     d_rows: where the sources' gradients go.
-    d_w: address of this launch's [blocks, D] float32 shares of dw.
+    written: addresses of this launch's [blocks, D] float32 shares of the
+      gradients of w, d_w, and of norm_gain, d_norm_gain.
   """
   plan, w_d = block.plan, _vector(block, read['w'])
+  normalized = 'norm_gain' in read
   columns = plan.units * plan.per_unit
 
   def token_gradient(n, token, carry):
-    place, dw_d = Place(*carry[:2]), carry[2:]
+    place, sums = Place(*carry[:2]), carry[2:]
+    dw_d, dg_d = sums[:columns], sums[columns:]
     scalars = _load_scalars(block, token, read)
     block.ring.wait(place)
     do_d = _load(block, place)
     block.ring.release(place, block.lane)
-    first = block.ring.after(place)
+    place = block.ring.after(place)
+    if normalized:
+      place, h_d = _mixture(block, place, 0, scalars['weights'])
+      rows = do_d, _rounded(plan, h_d)
+      do_d, more_d = _through_norm(block, (n, token), read, rows)
+      dg_d = [dg + x for dg, x in zip(dg_d, more_d)]
 
     def product(j, x_d, _):
       sums = ring_code.over_lanes(Real.__add__, _dot(x_d, do_d))
       _keep_sum(block, n, j, sums, 1)
       return []
 
-    after, _ = _pass(block, first, [], product, first=True)
+    place, _ = _pass(block, place, plan.passes - 2, [], product)
     ring_code.wait_for_readers(plan.threads)
     slope, pull = _slopes(block, n, scalars)
 
@@ -418,25 +501,40 @@ def backward(block: Block, read: dict, d_rows: Arrays, d_w: ir.Value):
       _store(block, d_rows.row(plan, source, token), dx_d)
       return [warp.fma(s, x, dw) for x, dw in zip(x_d, dw_d)]
 
-    second = _second_place(block, first, after)
-    after, dw_d = _pass(block, second, dw_d, gradient, first=False)
+    place, dw_d = _pass(block, place, plan.passes - 1, dw_d, gradient)
+    _store_zeros(block, token, d_rows)
+    return [*place, *dw_d, *dg_d]
 
-    def nothing(j, _):
-      source = ring_code.word_from_lane(block.source, j)
-      _store(block, d_rows.row(plan, source, token), warp.zeros(columns))
-      return []
+  start = warp.zeros(columns * (1 + normalized))
+  start = [warp.word(0), warp.word(0), *start]
+  sums = _over_tokens(block, start, token_gradient)[2:]
+  _store_share(block, written['d_w'], sums[:columns])
+  if normalized:
+    _store_share(block, written['d_norm_gain'], sums[columns:])
 
-    ring_code.iterate(block.live, warp.word(plan.count), [], nothing)
-    return [*after, *dw_d]
 
-  start = [warp.word(0), warp.word(0), *warp.zeros(columns)]
-  dw_d = _over_tokens(block, start, token_gradient)[2:]
-  row = ring_code.row_address(d_w, ring_code.block(), 4 * plan.width)
+def _store_zeros(block: Block, token: Word, d_rows: Arrays):
+  """Gradients of the masked sources."""
+  plan = block.plan
+
+  def nothing(j, _):
+    source = ring_code.word_from_lane(block.source, j)
+    zeros = warp.zeros(plan.units * plan.per_unit)
+    _store(block, d_rows.row(plan, source, token), zeros)
+    return []
+
+  ring_code.iterate(block.live, warp.word(plan.count), [], nothing)
+
+
+def _store_share(block: Block, base: ir.Value, values):
+  """This thread's columns of this block's float32 row."""
+  plan = block.plan
+  row = ring_code.row_address(base, ring_code.block(), 4 * plan.width)
   for unit in range(plan.units):
     address = warp.advance(row, _float_offset(block, unit))
     for i in range(0, plan.per_unit, 4):
       start = unit * plan.per_unit + i
-      warp.store_global(address, 4 * i, dw_d[start : start + 4])
+      warp.store_global(address, 4 * i, values[start : start + 4])
 
 
 def run(plan: Plan, pointers: dict, shared, consume: Callable, produced):

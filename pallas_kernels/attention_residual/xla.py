@@ -59,6 +59,13 @@ def statistics(x_d, w_d, eps):
   return rstd, rstd * jnp.sum(x_d * w_d, axis=-1)
 
 
+def normalized(x_d, gain_d, eps):
+  """RMSNorm of the mixture, its value rounded before the gain as released."""
+  wide_d = widened(x_d)
+  scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide_d), -1, keepdims=True) + eps)
+  return (wide_d * scale).astype(x_d.dtype) * gain_d.astype(x_d.dtype)
+
+
 def _select(parts, mask_m):
   """Sources and partial with masked rows replaced by zeros."""
   sources_md, partial_d = parts

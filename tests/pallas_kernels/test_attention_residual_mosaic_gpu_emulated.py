@@ -6,6 +6,7 @@ of the rows that the producing lane asked for; each is handed over only where
 the consumers expect it, and only if its slot was released.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from test_quantile_router_mosaic_gpu_emulated import (
   plain,
 )
 
-from pallas_kernels.attention_residual import mosaic_gpu, reference
+from pallas_kernels.attention_residual import mix, mosaic_gpu
 from pallas_kernels.attention_residual import mosaic_gpu_kernel as kernel
 from pallas_kernels.attention_residual import mosaic_gpu_ring as ring_code
 from pallas_kernels.attention_residual.arg_specs import ArgSpec
@@ -161,18 +162,25 @@ def inputs_of(spec):
   positional, keywords = spec.arguments()
   mask = keywords.get('mask')
   arrays = [positional[0], keywords.get('partial'), *positional[1:]]
+  arrays.append(keywords.get('norm_gain'))
   read = mosaic_gpu._inputs(arrays, mask)
   exact = [x if x is None else np.asarray(x, np.float64) for x in arrays]
   return {n: np.asarray(x) for n, x in read.items()}, exact, mask
 
 
 def reference_gradients(exact, mask, cotangents):
-  """Outputs and gradients (sources, partial or None, query, gain)."""
-  import jax
+  """Outputs, gradients (sources, partial, query, gain, norm_gain)."""
 
-  def run(sources, partial, query, gain):
-    return reference.mix(
-      sources, query, gain, partial_d=partial, mask_m=mask, eps=EPS
+  def run(sources, partial, query, gain, norm_gain):
+    return mix(
+      sources,
+      query,
+      gain,
+      partial=partial,
+      mask=mask,
+      norm_gain=norm_gain,
+      return_weights=True,
+      implementation='reference',
     )
 
   with jax.enable_x64(True):
@@ -184,13 +192,13 @@ SPECS = (
   ArgSpec('plain', 3, (3,), 512, partial=False),
   ArgSpec('masked', 3, (3,), 256, masked=(1, 3)),
   ArgSpec('nothing', 1, (2,), 256, masked=(0, 1)),
-  ArgSpec('float32', 2, (3,), 256, dtype='float32'),
+  ArgSpec('float32', 2, (3,), 256, dtype='float32', normalized=True),
 )
 
 
 @pytest.mark.parametrize(
   'spec, resident',
-  [*((spec, True) for spec in SPECS), (SPECS[1], False)],
+  [*((spec, True) for spec in SPECS), (SPECS[1], False), (SPECS[3], False)],
   ids=lambda x: getattr(x, 'name', f'resident={x}'),
 )
 def test_both_passes(spec, resident, monkeypatch):
@@ -204,7 +212,12 @@ def test_both_passes(spec, resident, monkeypatch):
 
   def plan_for(extra):
     plan = mosaic_gpu.plan_of(
-      read['sources'].shape, spec.dtype, spec.partial, eps=EPS, extra=extra
+      read['sources'].shape,
+      spec.dtype,
+      spec.partial,
+      eps=EPS,
+      extra=extra,
+      passes=2 + (extra and spec.normalized),
     )
     slots = spec.count + extra + 3 if resident else spec.count + extra + 2
     return plan._replace(blocks=2, slots=slots)
@@ -216,27 +229,31 @@ def test_both_passes(spec, resident, monkeypatch):
   tokens = spec.tokens[0]
   written = {n: poison(shape, np_real) for n in ('rstd', 'logits', 'weights')}
   written['out'] = poison((tokens, spec.width), do.dtype)
+  if spec.normalized:
+    written['scale'] = poison((tokens,), np_real)
   machine = emulate(
     monkeypatch,
     plan_for(0),
     read | written,
-    lambda block, at: kernel.forward(block, at['w'], at),
+    lambda block, at: kernel.forward(block, at, at),
   )
   got = {n: machine.array(n, x.shape, x.dtype) for n, x in written.items()}
   close(got['out'], out, 'out')
   close(got['weights'], weights, 'out')
 
-  read |= {n: got[n] for n in ('rstd', 'logits', 'weights')}
+  read |= {n: x for n, x in got.items() if n != 'out'}
   read |= dict(do=np.asarray(do), d_weights=d_weights)
   written = {'d_sources': poison(read['sources'].shape, do.dtype)}
   if spec.partial:
     written['d_partial'] = poison(do.shape, do.dtype)
   plan = plan_for(1)
   written['d_w'] = poison((plan.blocks, spec.width), np_real)
+  if spec.normalized:
+    written['d_norm_gain'] = written['d_w'].copy()
 
   def consume(block, at):
     d_rows = kernel.Arrays(at['d_sources'], at.get('d_partial'))
-    kernel.backward(block, at, d_rows, at['d_w'])
+    kernel.backward(block, at, d_rows, at)
 
   machine = emulate(monkeypatch, plan, read | written, consume)
   got = {n: machine.array(n, x.shape, x.dtype) for n, x in written.items()}
@@ -246,3 +263,5 @@ def test_both_passes(spec, resident, monkeypatch):
   dw_d = got['d_w'].astype(np.float64).sum(0)
   close(dw_d * exact[3], wanted[2], 'gradient')
   close(dw_d * exact[2], wanted[3], 'gradient')
+  if spec.normalized:
+    close(got['d_norm_gain'].sum(0), wanted[4], 'gradient')
