@@ -1,5 +1,6 @@
 """Choosing tokens, and generation against the logits of one pass."""
 
+import dataclasses
 import functools
 
 import jax
@@ -212,3 +213,24 @@ def test_refusals(changes, message):
 def test_prefill_refusals(settings, message):
   with pytest.raises(ValueError, match=message):
     sampling.prefill(MODEL, *weights(), prompts(), **settings)
+
+
+# The model prepared for generation
+
+
+def test_a_served_model_gives_the_same_bits():
+  config = small_config(
+    dtype='bfloat16', layers=4, mla_layers=(4,), residual_block=2
+  )
+  params, state = random_weights(dataclasses.replace(config, dtype='float32'))
+  model, laid_out = sampling.served(Model(config), params)
+  assert not model.config.scans_layers
+  assert laid_out['blocks_0']['layer_1']['kda']['query'].dtype == jnp.bfloat16
+  assert laid_out['blocks_0']['layer_1']['moe']['router'].dtype == jnp.float32
+  ids = prompts(4)
+  run = lambda model, params: jax.jit(
+    model.apply, compiler_options=FAST_COMPILE
+  )({'params': params}, ids, state)
+  np.testing.assert_array_equal(
+    run(model, laid_out), run(Model(config), params)
+  )

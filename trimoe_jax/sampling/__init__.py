@@ -2,7 +2,7 @@
 
 from trimoe_jax.sampling.choose import Drawing, choose
 from trimoe_jax.sampling.decode import State, advance
-from trimoe_jax.sampling.prefill import prefill, serving_params
+from trimoe_jax.sampling.prefill import prefill
 from trimoe_jax.sampling.prompt import Prompts, pack
 from trimoe_jax.sampling.sample import (
   generate,
@@ -11,6 +11,7 @@ from trimoe_jax.sampling.sample import (
   start,
   stream,
 )
+from trimoe_jax.sampling.serving import served, serving_params
 from trimoe_jax.sampling.snapshot import fork, load, save
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
   'proceed',
   'read',
   'save',
+  'served',
   'serving_params',
   'start',
   'stream',

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from trimoe_jax import sharding
 from trimoe_jax.model.cache import Cache
 from trimoe_jax.model.embedding import Inserts
-from trimoe_jax.model.model import Model, init_cache, model_parameters
-from trimoe_jax.model.parameters import Parameter
+from trimoe_jax.model.model import Model, init_cache
 from trimoe_jax.model.router import RouterState
 
 
@@ -94,24 +93,3 @@ def prefill(
     )
     (logits_ba, cache), _ = jax.lax.scan(step, (logits_ba, cache), rest)
   return logits_ba, cache
-
-
-def serving_params(params: Any, model: Model) -> Any:
-  """Parameters with weight matrices in the model's dtype, as layers use them.
-
-  Every step reads all weights, and from float32 it would cast them again. What
-  the layers use in float32 stays: the router, gains, gates of the decay.
-  """
-  dtype = jnp.dtype(model.config.dtype)
-
-  def cast(path, parameter, x):
-    is_matrix = set(parameter.axes) & set(sharding.FULLY_SHARDED)
-    keep = not is_matrix or path[-1].key == 'router'
-    return x if keep or path[0].key == 'vision' else x.astype(dtype)
-
-  return jax.tree_util.tree_map_with_path(
-    cast,
-    model_parameters(model.config),
-    params,
-    is_leaf=lambda x: isinstance(x, Parameter),
-  )

@@ -20,7 +20,8 @@ from trimoe_jax.model.model import Model
 from trimoe_jax.model.router import RouterState
 from trimoe_jax.sampling.choose import Drawing
 from trimoe_jax.sampling.decode import State, advance, row_keys
-from trimoe_jax.sampling.prefill import prefill, serving_params
+from trimoe_jax.sampling.prefill import prefill
+from trimoe_jax.sampling.serving import served
 
 # Prompts are padded to a power of two of at least this, and above PIECE to a
 # multiple of it: few shapes, thus few compilations.
@@ -118,7 +119,8 @@ def stream(
   _check(prompt_tokens, max_tokens, every)
   drawing.check()
   batch = len(prompt_tokens)
-  weights = _cast(params, model), router
+  model, params = served(model, params)
+  weights = params, router
   state = start(
     model,
     weights,
@@ -156,9 +158,8 @@ def start(
   On a mesh whose batch axes do not divide B, the first row is repeated.
 
   Args:
-    model: its configuration decides everything but the values.
-    weights: parameters, from `serving_params` for speed, and the router's
-      state.
+    model, weights: the model, its parameters (both from `served` for speed)
+      and the router's state.
     prompt_tokens, valid, images: as for `stream`.
     key: decides the draws; row b has a key of its own.
     max_tokens: how many tokens will probably follow.
@@ -240,7 +241,6 @@ def _rounded(room: int) -> int:
 
 
 _grown = jax.jit(lambda cache, room: cache.grown(room), static_argnums=1)
-_cast = jax.jit(serving_params, static_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'room'))
