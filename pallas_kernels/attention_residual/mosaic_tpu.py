@@ -87,7 +87,8 @@ def mix(arrays, mask_m, eps, interpret=False):
   """The mix and its weights.
 
   Args:
-    arrays, mask_m, eps: as of `xla.mix`.
+    arrays: (sources, partial or None, query, gain, norm_gain or None).
+    mask_m, eps: as of `xla.mix`.
     interpret: run on any device: True, or `pltpu.InterpretParams`.
   """
   return _mix(arrays, mask_m, _Call(eps, interpret))
@@ -109,11 +110,11 @@ class _Inputs(NamedTuple):
   mask: jax.Array
   sources: jax.Array
   partial: jax.Array | None
-  w: jax.Array
+  vectors: list[jax.Array]  # w, and norm_gain as XLA rounds it; [1, D]
 
 
 def _inputs(arrays, mask_m) -> _Inputs:
-  sources, partial, query_d, gain_d = arrays
+  sources, partial, query_d, gain_d, norm_gain_d = arrays
   count = sources.shape[0] + (partial is not None)
   live_m = jnp.ones(count, jnp.int32)
   if mask_m is not None:
@@ -121,17 +122,17 @@ def _inputs(arrays, mask_m) -> _Inputs:
   if partial is not None:
     partial = _flat(partial, 0).astype(sources.dtype)
   w_d = xla.widened(query_d) * xla.widened(gain_d)
-  return _Inputs(
-    live_m, _flat(sources, 1), partial, w_d.astype(jnp.float32)[None]
-  )
+  vectors = [w_d.astype(jnp.float32)[None]]
+  if norm_gain_d is not None:
+    vectors.append(norm_gain_d.astype(sources.dtype).astype(jnp.float32)[None])
+  return _Inputs(live_m, _flat(sources, 1), partial, vectors)
 
 
-def plan_of(shape, dtype, partial: bool, *, masked, eps, extra) -> Plan:
+def plan_of(shape, dtype, partial: bool, *, extra: int) -> Plan:
   """The static choices.
 
   Args:
     shape: [M, T, D] of the finished sources.
-    masked: whether there is a mask.
     extra: rows of a token that are read or written besides its sources.
   """
   finished, tokens, width = shape
@@ -143,9 +144,10 @@ def plan_of(shape, dtype, partial: bool, *, masked, eps, extra) -> Plan:
     count=count,
     tokens=tokens,
     width=width,
-    eps=eps,
+    eps=0.0,
     block=block,
-    masked=masked,
+    masked=False,
+    normalized=False,
   )
 
 
@@ -178,7 +180,7 @@ def _specs(plan: Plan, steps: int):
   return sources, own, whole
 
 
-def _launch(name: str, kernel, plan: Plan, given, specs, interpret):
+def _launch(name: str, kernel, plan: Plan, given, specs, interpret, scratch=()):
   """Results of a kernel over the grid of `plan`.
 
   Args:
@@ -198,6 +200,7 @@ def _launch(name: str, kernel, plan: Plan, given, specs, interpret):
       grid=_grid(plan),
       in_specs=in_specs,
       out_specs=out_specs,
+      scratch_shapes=scratch,
     ),
     out_shape=out_shape,
     compiler_params=pltpu.CompilerParams(
@@ -215,26 +218,31 @@ def _rows_of(given: _Inputs) -> list[jax.Array]:
   return rows if given.partial is None else [*rows, given.partial]
 
 
-def _forward(arrays, mask_m, call):
-  sources, partial = arrays[:2]
-  given = _inputs(arrays, mask_m)
-  plan = plan_of(
-    given.sources.shape,
-    sources.dtype,
-    partial is not None,
-    masked=mask_m is not None,
+def _plan(arrays, mask_m, call, extra: int) -> Plan:
+  """The static choices; `extra` as for `plan_of`."""
+  sources, partial, *_, norm_gain = arrays
+  flat = sources.shape[0], math.prod(sources.shape[1:-1]), sources.shape[-1]
+  plan = plan_of(flat, sources.dtype, partial is not None, extra=extra)
+  return plan._replace(
     eps=call.eps,
-    extra=1,
+    masked=mask_m is not None,
+    normalized=norm_gain is not None,
   )
+
+
+def _forward(arrays, mask_m, call):
+  sources = arrays[0]
+  given = _inputs(arrays, mask_m)
+  plan = _plan(arrays, mask_m, call, extra=1)
   of_sources, own, whole = _specs(plan, _grid(plan)[1])
   shape = jax.ShapeDtypeStruct
   out, stats = _launch(
     'depth_mix',
     body.forward,
     plan,
-    (given.mask, *_rows_of(given), given.w),
+    (given.mask, *_rows_of(given), *given.vectors),
     (
-      [*of_sources, whole],
+      [*of_sources, *[whole] * len(given.vectors)],
       [own(plan.width), own(LANES)],
       [
         shape((plan.tokens, plan.width), sources.dtype),
@@ -249,72 +257,67 @@ def _forward(arrays, mask_m, call):
   return (out.reshape(sources.shape[1:]), weights), (arrays, mask_m, stats)
 
 
+def _gradient_results(plan: Plan, sources):
+  """(specs, shapes) of shares of the vectors' gradients and of the rows'."""
+  cores, steps = _grid(plan)
+  own = _specs(plan, steps)[1]
+  shape = jax.ShapeDtypeStruct
+  share = pl.BlockSpec(
+    (None, body.SUBLANES, plan.width), lambda c, n, live: (c, 0, 0)
+  )
+  specs = [share] * (1 + plan.normalized)
+  shares = shape((cores, body.SUBLANES, plan.width), jnp.float32)
+  shapes = [shares] * len(specs)
+  specs.append(
+    pl.BlockSpec(
+      (plan.finished, plan.block, plan.width),
+      lambda c, n, live: (0, c * steps + n, 0),
+    )
+  )
+  shapes.append(shape(sources.shape, sources.dtype))
+  if plan.count > plan.finished:
+    specs.append(own(plan.width))
+    shapes.append(shape(sources.shape[1:], sources.dtype))
+  return specs, shapes
+
+
 def _backward(call, saved, cotangents):
   arrays, mask_m, stats = saved
-  sources, partial, query_d, gain_d = arrays
+  sources, partial, query_d, gain_d, norm_gain_d = arrays
   do, d_weights = cotangents
   given = _inputs(arrays, mask_m)
-  plan = plan_of(
-    given.sources.shape,
-    sources.dtype,
-    partial is not None,
-    masked=mask_m is not None,
-    eps=call.eps,
-    extra=1 + given.sources.shape[0] + (partial is not None),
-  )
+  count = sources.shape[0] + (partial is not None)
+  plan = _plan(arrays, mask_m, call, extra=1 + count)
   d_rows_tm = d_weights.reshape(plan.count, -1).T.astype(jnp.float32)
   d_rows = jnp.pad(d_rows_tm, ((0, 0), (0, LANES - plan.count)))
-  cores, steps = _grid(plan)
-  of_sources, own, whole = _specs(plan, steps)
-  d_sources_spec = pl.BlockSpec(
-    (plan.finished, plan.block, plan.width),
-    lambda c, n, live: (0, c * steps + n, 0),
-  )
-  shape = jax.ShapeDtypeStruct
-  out_specs = [
-    pl.BlockSpec(
-      (None, body.SUBLANES, plan.width), lambda c, n, live: (c, 0, 0)
-    ),
-    d_sources_spec,
-  ]
-  out_shape = [
-    shape((cores, body.SUBLANES, plan.width), jnp.float32),
-    shape(given.sources.shape, sources.dtype),
-  ]
-  if partial is not None:
-    out_specs.append(own(plan.width))
-    out_shape.append(shape(given.partial.shape, sources.dtype))
-  d_w, d_sources, *d_partial = _launch(
+  of_sources, own, whole = _specs(plan, _grid(plan)[1])
+  do = _flat(do, 0).astype(sources.dtype)
+  rows = [own(plan.width), own(LANES), own(LANES)]
+  kept = pltpu.VMEM((ROWS, plan.width), jnp.float32)
+  results = _launch(
     'depth_mix_gradient',
     body.backward,
     plan,
+    (given.mask, *_rows_of(given), *given.vectors, do, stats, d_rows),
     (
-      given.mask,
-      *_rows_of(given),
-      given.w,
-      _flat(do, 0).astype(sources.dtype),
-      stats,
-      d_rows,
-    ),
-    (
-      [*of_sources, whole, own(plan.width), own(LANES), own(LANES)],
-      out_specs,
-      out_shape,
+      [*of_sources, *[whole] * len(given.vectors), *rows],
+      *_gradient_results(plan, given.sources),
     ),
     call.interpret,
+    [kept] * (2 * plan.normalized),
   )
+  shares, rows = results[: 1 + plan.normalized], results[1 + plan.normalized :]
+  dw_d, *d_norm_gain = (jnp.sum(x, axis=(0, 1)) for x in shares)
+  d_sources, *d_partial = rows
+  of_partial = of_norm = None
   if partial is not None:
-    d_partial = d_partial[0].reshape(partial.shape).astype(partial.dtype)
-  dw_d = jnp.sum(d_w, axis=(0, 1))
+    of_partial = d_partial[0].reshape(partial.shape).astype(partial.dtype)
+  if norm_gain_d is not None:
+    of_norm = d_norm_gain[0].astype(norm_gain_d.dtype)
   d_query = (dw_d * gain_d).astype(query_d.dtype)
   d_gain = (dw_d * query_d).astype(gain_d.dtype)
   d_sources = d_sources.reshape(sources.shape)
-  return (
-    d_sources,
-    d_partial if partial is not None else None,
-    d_query,
-    d_gain,
-  ), None
+  return (d_sources, of_partial, d_query, d_gain, of_norm), None
 
 
 _mix.defvjp(_forward, _backward)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 LANES, SUBLANES = 128, 8
 ROWS = 16  # of a bfloat16 register
 MOST_SOURCES = 32
-RSTD, LOGITS, WEIGHTS = range(3)  # places in the saved lanes
+WEIGHTS = 2  # place in the saved lanes, after rstd and logits
 _UNROLL = 14  # most registers of a row between two tests of a loop
 
 
@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     eps: added to the mean square of a key.
     block: tokens of a grid step.
     masked: whether sources may be masked.
+    normalized: whether the mixture is normalized.
   """
 
   finished: int
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
   eps: float
   block: int
   masked: bool
+  normalized: bool
 
   @property
   def ragged(self) -> bool:
@@ -104,10 +106,41 @@ def _live_lanes(plan: Plan, live_ref, like) -> jax.Array:
   return flags > 0
 
 
+def _shares(plan: Plan, weights) -> list[jax.Array]:
+  """Each source's lane of a register of scalars, in all lanes."""
+  return [
+    jnp.broadcast_to(weights[:, m : m + 1], (ROWS, LANES))
+    for m in range(plan.count)
+  ]
+
+
+def _mixture(plan: Plan, sources, at, shares, live) -> jax.Array:
+  """The weighted sum of the raw rows, float32."""
+  out_d = shares[0] * _read(sources, 0, at, live)
+  for m in range(1, plan.count):
+    out_d += shares[m] * _read(sources, m, at, live)
+  return out_d
+
+
+def _scores(plan: Plan, live_ref, sums):
+  """(rstd, logits, weights) with the m-th source's in lane m."""
+  square, product = (_in_lanes(x) for x in zip(*sums))
+  own = _live_lanes(plan, live_ref, square)
+  rstd = lax.rsqrt(square / plan.width + plan.eps)
+  logits = jnp.where(own, product * rstd, -jnp.inf)
+  top = jnp.max(logits, axis=1, keepdims=True)
+  term = jnp.where(own, jnp.exp(logits - top), 0.0)
+  total = jnp.sum(term, axis=1, keepdims=True)
+  weights = term / jnp.where(total > 0, total, 1.0)
+  return jnp.where(own, rstd, 0.0), jnp.where(own, logits, 0.0), weights
+
+
 def forward(plan: Plan, live_ref, *refs):
   """out [block, D] and saved scalars [block, LANES] of a block of tokens."""
-  sources, (w_ref, out_ref, stats_ref) = refs[: plan.count], refs[plan.count :]
+  sources, refs = refs[: plan.count], refs[plan.count :]
+  w_ref, *norm_ref, out_ref, stats_ref = refs
   live = live_ref if plan.masked else None
+  zeros = jnp.zeros((ROWS, LANES), jnp.float32)
 
   def mix(rows):
     def score(at, carry):
@@ -118,30 +151,38 @@ def forward(plan: Plan, live_ref, *refs):
         next_carry.append((square + x_d * x_d, product + x_d * w_1d))
       return next_carry
 
-    zeros = jnp.zeros((ROWS, LANES), jnp.float32)
     sums = _over_channels(plan, score, [(zeros, zeros)] * plan.count)
-    square, product = (_in_lanes(x) for x in zip(*sums))
-    own = _live_lanes(plan, live_ref, square)
-    rstd = lax.rsqrt(square / plan.width + plan.eps)
-    logits = jnp.where(own, product * rstd, -jnp.inf)
-    top = jnp.max(logits, axis=1, keepdims=True)
-    term = jnp.where(own, jnp.exp(logits - top), 0.0)
-    total = jnp.sum(term, axis=1, keepdims=True)
-    weights = term / jnp.where(total > 0, total, 1.0)
-    saved = (jnp.where(own, rstd, 0.0), jnp.where(own, logits, 0.0), weights)
+    saved = _scores(plan, live_ref, sums)
+    shares = _shares(plan, saved[WEIGHTS])
+
+    def add(at, square):
+      out_d = _mixture(plan, sources, (rows, at), shares, live)
+      out_d = out_d.astype(out_ref.dtype)
+      out_ref[rows, at] = out_d
+      return square + jnp.square(out_d.astype(jnp.float32))
+
+    square = _over_channels(plan, add, zeros)
+    if plan.normalized:
+      scale = _normalize(plan, (out_ref, norm_ref[0]), rows, square)
+      saved = (*saved, scale)
     stats_ref[rows, :] = _side_by_side(saved)
-    shares = [weights[:, m : m + 1] for m in range(plan.count)]
-    shares = [jnp.broadcast_to(p, (ROWS, LANES)) for p in shares]
-
-    def add(at, _):
-      out_d = shares[0] * _read(sources, 0, (rows, at), live)
-      for m in range(1, plan.count):
-        out_d += shares[m] * _read(sources, m, (rows, at), live)
-      out_ref[rows, at] = out_d.astype(out_ref.dtype)
-
-    _over_channels(plan, add, None)
 
   _over_rows(plan, mix)
+
+
+def _normalize(plan: Plan, refs, rows, square) -> jax.Array:
+  """Normalizes rows of the output in place and returns their scale."""
+  out_ref, norm_ref = refs
+  mean = jnp.sum(square, axis=1, keepdims=True) / plan.width
+  scale = jnp.broadcast_to(lax.rsqrt(mean + plan.eps), (ROWS, LANES))
+
+  def apply(at, _):
+    n_d = (out_ref[rows, at].astype(jnp.float32) * scale).astype(out_ref.dtype)
+    out_d = n_d.astype(jnp.float32) * norm_ref[:, at]
+    out_ref[rows, at] = out_d.astype(out_ref.dtype)
+
+  _over_channels(plan, apply, None)
+  return scale
 
 
 def _side_by_side(parts) -> jax.Array:
@@ -160,58 +201,143 @@ def _part(stats, i: int) -> jax.Array:
   )
 
 
+class Gradient(NamedTuple):
+  """References of the backward pass, in the order of the kernel's."""
+
+  sources: list
+  w: jax.Array
+  norm_gain: jax.Array | None
+  do: jax.Array
+  stats: jax.Array
+  d_weights: jax.Array
+  d_w: jax.Array
+  d_norm_gain: jax.Array | None
+  d_rows: list  # of each source
+  kept: list  # two [ROWS, D] float32, if the mixture is normalized
+
+
+def gradient_refs(plan: Plan, refs) -> Gradient:
+  """The references of the backward kernel by name."""
+  refs = list(refs)
+  take = lambda: refs.pop(0)
+  sources = [take() for _ in range(plan.count)]
+  w = take()
+  norm_gain = take() if plan.normalized else None
+  do, stats, d_weights, d_w = take(), take(), take(), take()
+  d_norm_gain = take() if plan.normalized else None
+  d_sources = take()
+  d_rows = [d_sources.at[m] for m in range(plan.finished)]
+  if plan.count > plan.finished:
+    d_rows.append(take())
+  return Gradient(
+    sources, w, norm_gain, do, stats, d_weights, d_w, d_norm_gain, d_rows, refs
+  )
+
+
+def _inside(plan: Plan, first, rows) -> jax.Array | None:
+  """Which rows are tokens; None if all are.
+
+  Args:
+    first: token of the block.
+    rows: of the block.
+  """
+  if not plan.ragged:
+    return None
+  token = lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0)
+  return token + first + rows.start < plan.tokens
+
+
+def _add_rows(ref, at, x, inside):
+  """Adds rows of float32, those that are tokens, to the sums of sublanes."""
+  if inside is not None:
+    x = jnp.where(inside, x, 0.0)
+  ref[:, at] += x[:SUBLANES] + x[SUBLANES:]
+
+
+def _slopes(plan: Plan, live_ref, saved, sums):
+  """(weights, slope, pull) with the m-th source's in lane m."""
+  stats, d_weights = saved
+  product = _in_lanes(sums)
+  own = _live_lanes(plan, live_ref, product)
+  rstd, logits, weights = (_part(stats, i) for i in range(3))
+  weights = jnp.where(own, weights, 0.0)
+  dp = jnp.where(own, product + d_weights, 0.0)
+  mean = jnp.sum(weights * dp, axis=1, keepdims=True)
+  slope = jnp.where(own, weights * (dp - mean) * rstd, 0.0)
+  pull = jnp.where(own, slope * rstd * logits / plan.width, 0.0)
+  return weights, slope, pull
+
+
+def _through_norm(plan: Plan, g: Gradient, live_ref, rows, inside):
+  """Leaves the gradient of the mixture in `g.kept[0]`; see `mosaic_gpu`."""
+  kept, mixture = g.kept
+  live = live_ref if plan.masked else None
+  stats = g.stats[rows, :]
+  own = _live_lanes(plan, live_ref, stats)
+  shares = _shares(plan, jnp.where(own, _part(stats, WEIGHTS), 0.0))
+  scale = jnp.broadcast_to(stats[:, LANES - 1 :], (ROWS, LANES))
+  zeros = jnp.zeros((ROWS, LANES), jnp.float32)
+
+  def again(at, product):
+    h_d = _mixture(plan, g.sources, (rows, at), shares, live)
+    h_d = h_d.astype(g.do.dtype).astype(jnp.float32)
+    do_d = g.do[rows, at].astype(jnp.float32)
+    dn_d = do_d * g.norm_gain[:, at]
+    n_d = (h_d * scale).astype(g.do.dtype).astype(jnp.float32)
+    _add_rows(g.d_norm_gain, at, do_d * n_d, inside)
+    kept[:, at], mixture[:, at] = dn_d, h_d
+    return product + dn_d * h_d
+
+  product = jnp.sum(_over_channels(plan, again, zeros), axis=1, keepdims=True)
+  pull = scale * scale * scale * product / plan.width
+
+  def apply(at, _):
+    kept[:, at] = scale * kept[:, at] - pull * mixture[:, at]
+
+  _over_channels(plan, apply, None)
+
+
 def backward(plan: Plan, live_ref, *refs):
-  """Gradients of a block's sources, and this core's share of that of w."""
-  sources, refs = refs[: plan.count], refs[plan.count :]
-  w_ref, do_ref, stats_ref, d_weights_ref, d_w_ref, *d_refs = refs
-  d_rows = [d_refs[0].at[m] for m in range(plan.finished)] + d_refs[1:]
+  """Gradients of a block's sources, and this core's share of the vectors'."""
+  g = gradient_refs(plan, refs)
   live = live_ref if plan.masked else None
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
 
   @pl.when(pl.program_id(1) == 0)
   def _():
-    d_w_ref[...] = jnp.zeros_like(d_w_ref)
+    g.d_w[...] = jnp.zeros_like(g.d_w)
+    if plan.normalized:
+      g.d_norm_gain[...] = jnp.zeros_like(g.d_norm_gain)
 
   def gradients(rows):
+    inside = _inside(plan, step * plan.block, rows)
+    if plan.normalized:
+      _through_norm(plan, g, live_ref, rows, inside)
+      cotangent = lambda at: g.kept[0][:, at]
+    else:
+      cotangent = lambda at: g.do[rows, at].astype(jnp.float32)
+
     def products(at, carry):
-      do_d = do_ref[rows, at].astype(jnp.float32)
+      do_d = cotangent(at)
       return [
-        total + do_d * sources[m][rows, at].astype(jnp.float32)
+        total + do_d * g.sources[m][rows, at].astype(jnp.float32)
         for m, total in enumerate(carry)
       ]
 
     zeros = jnp.zeros((ROWS, LANES), jnp.float32)
     sums = _over_channels(plan, products, [zeros] * plan.count)
-    product = _in_lanes(sums)
-    own = _live_lanes(plan, live_ref, product)
-    stats = stats_ref[rows, :]
-    rstd, logits, weights = (_part(stats, i) for i in range(3))
-    weights = jnp.where(own, weights, 0.0)
-    dp = jnp.where(own, product + d_weights_ref[rows, :], 0.0)
-    mean = jnp.sum(weights * dp, axis=1, keepdims=True)
-    slope = jnp.where(own, weights * (dp - mean) * rstd, 0.0)
-    pull = jnp.where(own, slope * rstd * logits / plan.width, 0.0)
-    inside = None
-    if plan.ragged:
-      token = lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0)
-      inside = token + step * plan.block + rows.start < plan.tokens
-    wide = lambda x, m: jnp.broadcast_to(x[:, m : m + 1], (ROWS, LANES))
-    scalars = [
-      [wide(x, m) for x in (weights, slope, pull)] for m in range(plan.count)
-    ]
+    saved = g.stats[rows, :], g.d_weights[rows, :]
+    scalars = _slopes(plan, live_ref, saved, sums)
+    scalars = list(zip(*(_shares(plan, x) for x in scalars)))
 
     def through(at, _):
-      do_d = do_ref[rows, at].astype(jnp.float32)
-      w_1d = w_ref[:, at]
-      dw_d = jnp.zeros((ROWS, LANES), jnp.float32)
+      do_d, w_1d, dw_d = cotangent(at), g.w[:, at], zeros
       for m, (p, s, minus) in enumerate(scalars):
-        x_d = _read(sources, m, (rows, at), live)
+        x_d = _read(g.sources, m, (rows, at), live)
         dx_d = p * do_d + (s * w_1d - minus * x_d)
-        d_rows[m][rows, at] = dx_d.astype(d_refs[0].dtype)
+        g.d_rows[m][rows, at] = dx_d.astype(g.do.dtype)
         dw_d += s * x_d
-      if inside is not None:
-        dw_d = jnp.where(inside, dw_d, 0.0)
-      d_w_ref[:, at] += dw_d[:SUBLANES] + dw_d[SUBLANES:]
+      _add_rows(g.d_w, at, dw_d, inside)
 
     _over_channels(plan, through, None)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tpu_schedule
-from pallas_kernels.attention_residual import mosaic_tpu, xla
+from pallas_kernels.attention_residual import api
 
 COLUMNS = ('pass', 'bundles', 'bound', 'ratio', 'valu', 'vload', 'xlu')
 COLUMNS += ('vmem_mb', 'temp_mb')
@@ -39,11 +39,20 @@ def arguments(sources: int, tokens: int, width: int, masked: bool):
   )
 
 
-def both_passes(mix):
+def both_passes(implementation: str, normalized: bool):
   """A function of `arguments`."""
 
   def run(sources, partial, query, gain, mask, cotangents):
-    forward = lambda *arrays: mix(arrays, mask, 1e-5)
+    def forward(*arrays):
+      return api.mix(
+        *(arrays[i] for i in (0, 2, 3)),
+        partial=arrays[1],
+        mask=mask,
+        norm_gain=gain if normalized else None,
+        return_weights=True,
+        implementation=implementation,
+      )
+
     outputs, pull = jax.vjp(forward, sources, partial, query, gain)
     return outputs, pull(cotangents)
 
@@ -57,11 +66,12 @@ def measure(
   tokens: int = 4096,
   width: int = 7168,
   masked: bool = False,
+  normalized: bool = False,
 ) -> tuple[list[dict[str, float | str]], tpu_schedule.Schedule]:
   """The rows of `run`, and the schedule they are of."""
   schedule = tpu_schedule.compile_for(
     chip,
-    both_passes(mosaic_tpu.mix),
+    both_passes('mosaic_tpu', normalized),
     *arguments(sources, tokens, width, masked),
   )
   cycles_a_byte = tpu_schedule.CHIPS[chip].clock_ghz * 1e9 / BANDWIDTH[chip]
@@ -92,6 +102,7 @@ def run(
   tokens: int = 4096,
   width: int = 7168,
   masked: bool = False,
+  normalized: bool = False,
   peer: bool = True,
 ) -> list[dict[str, float | str]]:
   """A row for each pass, printed and returned.
@@ -104,10 +115,16 @@ def run(
     chip: a key of tpu_schedule.CHIPS.
     sources: with the running sum, bfloat16.
     masked: whether a mask is given.
+    normalized: whether an RMSNorm follows.
     peer: also XLA's both passes by the same compiler.
   """
   rows, _ = measure(
-    chip, sources=sources, tokens=tokens, width=width, masked=masked
+    chip,
+    sources=sources,
+    tokens=tokens,
+    width=width,
+    masked=masked,
+    normalized=normalized,
   )
   print(f'{chip}: {sources} sources, {tokens} tokens, width {width}')
   print(' '.join(f'{name:>9}' for name in COLUMNS))
@@ -123,7 +140,7 @@ def run(
 
 def _print_peer(chip: str, size):
   schedule = tpu_schedule.compile_for(
-    chip, both_passes(xla.mix), *arguments(*size)
+    chip, both_passes('xla', False), *arguments(*size)
   )
   sources, tokens, width, _ = size
   bundles = schedule.executed / (sources * tokens * width / 1024)

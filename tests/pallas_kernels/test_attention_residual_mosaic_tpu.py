@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention_residual import mosaic_tpu, reference
+from pallas_kernels.attention_residual import mix, mosaic_tpu
 from pallas_kernels.attention_residual.arg_specs import ArgSpec
 from pallas_kernels.testing import assert_close
 
@@ -19,20 +19,29 @@ SPECS = (
   ArgSpec('ragged', 2, (3, 7), 256),
   ArgSpec('masked', 3, (48,), 128, masked=(1, 3)),
   ArgSpec('nothing', 1, (5,), 128, masked=(0, 1)),
-  ArgSpec('float32', 2, (33,), 128, partial=False, dtype='float32'),
+  ArgSpec('float32', 1, (33,), 128, partial=False, dtype='float32'),
+  ArgSpec('norm', 1, (21,), 128, normalized=True),
+  ArgSpec('norm_f32', 2, (5,), 128, dtype='float32', normalized=True),
 )
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def both_passes(arrays, mask, cotangents, kernel=True):
-  """((out, weights), gradients) of (sources, partial, query, gain)."""
+  """((out, weights), gradients by array); see `mosaic_tpu.mix`."""
 
   def run(arrays):
     if kernel:
       return mosaic_tpu.mix(arrays, mask, EPS, interpret=True)
-    sources, partial, query, gain = arrays
-    return reference.mix(
-      sources, query, gain, partial_d=partial, mask_m=mask, eps=EPS
+    sources, partial, query, gain, norm_gain = arrays
+    return mix(
+      sources,
+      query,
+      gain,
+      partial=partial,
+      mask=mask,
+      norm_gain=norm_gain,
+      return_weights=True,
+      implementation='reference',
     )
 
   outputs, pull = jax.vjp(run, arrays)
@@ -59,6 +68,7 @@ def test_equals_float64(spec, monkeypatch):
   positional, keywords = spec.arguments()
   mask = keywords.get('mask')
   arrays = positional[0], keywords.get('partial'), *positional[1:]
+  arrays = (*arrays, keywords.get('norm_gain'))
   rng = np.random.default_rng(7)
   do = jnp.asarray(rng.standard_normal((*spec.tokens, spec.width)), spec.dtype)
   d_weights = rng.standard_normal((spec.count, *spec.tokens))
@@ -89,8 +99,8 @@ def test_golden_numbers(name):
   sources, query, gain = (wide(data[n]) for n in ('sources', 'query', 'gain'))
   do = jnp.pad(data['do'], ((0, 0), (0, 3 * data['do'].shape[1])))
   cotangents = do, jnp.zeros(data['weights'].shape)
-  (out, weights), (d_sources, _, d_query, d_gain) = both_passes(
-    (sources, None, query / 4, gain), None, cotangents
+  (out, weights), (d_sources, _, d_query, d_gain, _) = both_passes(
+    (sources, None, query / 4, gain, None), None, cotangents
   )
   close(out, wide(data['out']), 'out', 'float32')
   close(weights, data['weights'], 'out', 'float32')
