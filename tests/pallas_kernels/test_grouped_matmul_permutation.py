@@ -99,6 +99,15 @@ class SortTest(parameterized.TestCase):
     out = combine(jnp.ones((8, 1)), jnp.full((4, 2), 0.5), rows)
     np.testing.assert_array_equal(out[:, 0], [1, 0.5, 0.5, 0])
 
+  @parameterized.parameters(255, 256, 65535, 65536)
+  def test_as_many_experts_as_narrow_integers_hold(self, experts):
+    # The last of them, and ids that belong to nobody, which come last.
+    indices = jnp.array([[experts, experts - 1], [0, experts + 9], [1, -1]])
+    rows = sort_rows(indices, experts)
+    np.testing.assert_array_equal(rows.order, [2, 4, 1, 0, 3, 5])
+    sizes = np.bincount([0, 1, experts - 1], minlength=experts)
+    np.testing.assert_array_equal(rows.group_sizes, sizes)
+
   def test_no_tokens(self):
     rows = sort_rows(jnp.zeros((0, 2), jnp.int32), EXPERTS)
     np.testing.assert_array_equal(rows.group_sizes, 0)
