@@ -132,6 +132,7 @@ def _layer(
       segment_ids=shared.segment_ids,
       cache=cache,
       split=shared.split,
+      waits=shared.span is not None,
     )
   else:
     attend = {'mla': mla_layer, 'mha': mha_layer}[node.mixer]

@@ -99,8 +99,8 @@ def short_conv(
     w_shkw: taps [S, H, K, W].
     segment_ids: [B, T] int32; a tap never reaches into another document.
     tail: [B, W - 1, S, H, K], the inputs before the first; None for zeros.
-    tail_ids: [B, W - 1], their documents; None for that of the first token,
-      which they then precede even where padding comes first.
+    tail_ids: [B, W - 1], their documents. None for that of the first token that
+      is not padding: the tail moves behind the padding that comes first.
 
   Returns:
     S arrays [B, T, H, K] in x's dtype, accumulated in float32, and the next
@@ -177,11 +177,15 @@ def _cached_tail(cache, names):
   return jnp.stack([cache[f'{name}_tail'] for name in names], 2)
 
 
-def _mix_tokens(inputs: dict[str, Any], config: ModelConfig):
+def _mix_tokens(inputs: dict[str, Any], config: ModelConfig, waits: bool):
   """Convolutions and the recurrence on one device's heads."""
-  cache = inputs['cache'] or {}
+  cache, ids = inputs['cache'] or {}, inputs['segment_ids']
+  tail_ids = None
+  if ids is not None and not waits:
+    reach = config.kda.conv_width - 1
+    tail_ids = jnp.broadcast_to(ids[:, :1], (ids.shape[0], reach))
   tail_of = lambda x, names: _cached_tail(cache, names)
-  mixed, tails = _convolved(inputs, tail_of, inputs['segment_ids'])
+  mixed, tails = _convolved(inputs, tail_of, ids, tail_ids)
   tokens = (*mixed, inputs['decay'], inputs['beta'])
   out_bthv, state = _recur(tokens, inputs, cache.get('state'), config)
   return out_bthv, {'state': state, **tails}
@@ -270,6 +274,7 @@ def kda_layer(
   segment_ids: jax.Array | None = None,
   cache: dict[str, jax.Array] | None = None,
   split: bool = False,
+  waits: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """W_o [sigmoid(W_g x) * RMSNorm(KDA(x))], and the recurrent cache.
 
@@ -285,6 +290,8 @@ def kda_layer(
     segment_ids: [B, T] int32, 0 for padding; documents are isolated.
     cache: `CACHE_AXES` arrays of the tokens before, or None at the start.
     split: the tokens lie over the context axis as `context.balance` puts them.
+    waits: padding before the first token is none of the sequence, which goes on
+      behind it; not with `split`.
 
   Returns:
     [B, T, d], and the cache after the last token.
@@ -317,7 +324,8 @@ def kda_layer(
   names |= {n: ('heads',) for n in inputs if n.endswith('_conv')}
   names |= {'beta': whole[:3], 'a_log': ('heads',), 'dt_bias': ('heads',)}
   names |= {'segment_ids': whole[:2], 'cache': cache and CACHE_AXES}
-  function = _mix_fragments if split else _mix_tokens
+  function = functools.partial(_mix_tokens, waits=waits)
+  function = _mix_fragments if split else function
   mix = sharding.local(
     lambda tree: function(tree, config),
     inputs=(names,),
