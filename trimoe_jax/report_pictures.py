@@ -72,8 +72,7 @@ def plot_answers(
       picture; wrong answers get the right one beside them.
   """
   rows = max(1, -(-len(shown) // _COLUMNS))
-  figure = plots.blank(1.75 * _COLUMNS, 2.45 * rows)
-  figure.set_layout_engine('none')
+  figure = Figure(figsize=(1.75 * _COLUMNS, 2.3 * rows), dpi=110)
   grid = figure.subplots(rows, _COLUMNS, squeeze=False).reshape(-1)
   for axes in grid:
     axes.set_axis_off()

@@ -31,7 +31,7 @@ def get_config(variant: str = ''):
         vocab_size=264,
         width=96,
         layers=4,
-        mla_layers=(4,),
+        mla_layers=(2, 4),
         dense_hidden=384,
         residual_block=1,
         init_std=0.06,
@@ -54,7 +54,7 @@ def get_config(variant: str = ''):
       ),
       data=DataConfig(source='pictures'),
       stages=(
-        StageConfig(context=128, batch=32, steps=300, patches=64, images=4),
+        StageConfig(context=128, batch=32, steps=400, patches=64, images=4),
       ),
       optim=OptimConfig(lr=1e-2, adam_lr=5e-3),
       eval=EvalConfig(batches=8, batch_tokens=4096, sample_prompt='The '),

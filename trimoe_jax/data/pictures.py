@@ -141,7 +141,8 @@ def draw_digits(
     ink = material.digits[scan][..., None]
     part = pixels[at[0] : at[0] + DIGIT, at[1] : at[1] + DIGIT]
     part += ink * (colour - part)
-  digits = ''.join(str(label) for label in material.labels[chosen])
+  read = dict(zip(cells.tolist(), material.labels[chosen].tolist()))
+  digits = ''.join(str(read.get(cell, '-')) for cell in range(4))
   text = f'How many? {len(cells)}. Which? {digits}.'
   return np.round(pixels).astype(np.uint8), text
 

@@ -85,7 +85,9 @@ def _check_same(have: ModelConfig, want: ModelConfig):
 
 def _structure(config: ModelConfig) -> dict[str, Any]:
   """Released keys and values, but for those that only concern computation."""
-  text = hf_config.to_released(config, packed=False)['text_config']
+  released = hf_config.to_released(config, packed=False)
+  text, vision = released['text_config'], released.get('vision_config')
   linear = text.pop('linear_attn_config')
   free = ('dtype', 'initializer_range')
-  return {k: v for k, v in (text | linear).items() if k not in free}
+  kept = {k: v for k, v in (text | linear).items() if k not in free}
+  return kept | {'vision_config': vision}
