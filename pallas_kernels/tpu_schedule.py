@@ -241,20 +241,21 @@ def _vmem_bytes(text: str) -> int:
 _BUNDLE = re.compile(
   r'^\s*(?:\d+:)?\s*(?:0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:((?:\s*>)*)'
 )
-# The test of a loop whose last work is another loop waits in that one for its
-# end, which is then the test's predicate.
+# The test of a loop whose last work is another loop may wait in that one for
+# its end, which is then the test's predicate.
 _EXIT = re.compile(
-  r'scmp\.ge\.s32\.totalorder (\(\S+\), )?\S+ (\d+) /\* loop exit test'
+  r'(\S+) = scmp\.ge\.s32\.totalorder (?:\((\S+)\), )?\S+ (\d+) '
+  r'/\* loop exit test'
 )
 
 
 def _executed(text: str) -> int:
   """Bundles with every loop as often as its exit test says, if a constant."""
-  total, open_loops = 0, []  # each loop: [bundles, iterations]
+  total, open_loops = 0, []  # each loop: [bundles, iterations, its test]
 
   def close():
     nonlocal total
-    bundles, iterations = open_loops.pop()
+    bundles, iterations, _ = open_loops.pop()
     if open_loops:
       open_loops[-1][0] += bundles * iterations
     else:
@@ -271,13 +272,14 @@ def _executed(text: str) -> int:
     if match[1] == 'LB' or (not empty and len(open_loops) < depth):
       if len(open_loops) == depth:  # one loop follows another directly
         close()
-      open_loops.append([0, 1])
+      open_loops.append([0, 1, None])
     if open_loops:
       open_loops[-1][0] += 1
-      for waits, count in _EXIT.findall(line):
-        loop = max(len(open_loops) - 1 - bool(waits), 0)
+      for test, waits, count in _EXIT.findall(line):
+        inside_another = bool(waits) and open_loops[-1][2] == waits
+        loop = max(len(open_loops) - 1 - inside_another, 0)
         extra = _PIPELINE_STEPS if loop == 0 else 0
-        open_loops[loop][1] = max(int(count) - extra, 1)
+        open_loops[loop][1:] = [max(int(count) - extra, 1), test]
     else:
       total += 1
   while open_loops:

@@ -48,6 +48,21 @@ def test_bundles_times_iterations():
   assert tpu_schedule._executed(BUNDLES) == 2 + 10 * (4 + 5 * 2) + 1
 
 
+def test_which_loop_a_test_belongs_to():
+  """A loop's test may stand in the loop inside it or after that."""
+  inside = (
+    '0x4 : >>> { %p1 = scmp.ge.s32.totalorder %s1, 5 /* loop exit test */'
+  )
+  of_rows = '%p2 = scmp.ge.s32.totalorder (%p1), %s2, 4 /* loop exit test */ }'
+  start = 'LB: > { }\n0x2 LB: >> { %s2 = vadd }\n0x3 LB: >>> { %s3 = vmul }'
+  start = '0x1 ' + start + '\n'
+  end = '0x6 : > { %p3 = scmp.ge.s32.totalorder %s4, 12 /* loop exit test */ }'
+  after = f'{start}{inside} }}\n0x5 : >> {{ {of_rows}\n{end}'
+  assert tpu_schedule._executed(after) == 10 * (2 + 4 * (2 + 5 * 2))
+  waiting = f'{start}{inside} ;; {of_rows}\n{end}'
+  assert tpu_schedule._executed(waiting) == 10 * (2 + 4 * (1 + 5 * 2))
+
+
 def test_unknown_chip():
   with pytest.raises(ValueError, match='v9 is unknown|is unknown; choose'):
     tpu_schedule.devices('v9')
