@@ -159,6 +159,8 @@ def forward(plan: Plan, live_ref, *refs):
       out_d = _mixture(plan, sources, (rows, at), shares, live)
       out_d = out_d.astype(out_ref.dtype)
       out_ref[rows, at] = out_d
+      if not plan.normalized:
+        return square
       return square + jnp.square(out_d.astype(jnp.float32))
 
     square = _over_channels(plan, add, zeros)
