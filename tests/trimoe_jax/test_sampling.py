@@ -218,6 +218,7 @@ def test_prefill_refusals(settings, message):
 # The model prepared for generation
 
 
+@pytest.mark.slow
 def test_a_served_model_gives_the_same_bits():
   config = small_config(
     dtype='bfloat16', layers=4, mla_layers=(4,), residual_block=2

@@ -51,6 +51,7 @@ def test_images_that_do_not_fit_are_refused():
     sampling.pack([np.array([], int)])
 
 
+@pytest.mark.slow
 def test_the_golden_checkpoint_reads_its_image(monkeypatch):
   golden = np.load(FOLDER / 'golden.npz')
   loaded = hf.load(FOLDER)
