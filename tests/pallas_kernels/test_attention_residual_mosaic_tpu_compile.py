@@ -14,28 +14,29 @@ from pallas_kernels.attention_residual import mix, tpu_bench
 # sources of width 7168. A kernel may grow by 5 % of these; lower a number when
 # the kernel gets faster.
 BUDGETS = {
-  ('v6e', False): (2.66, 3.95),
-  ('v6e', True): (2.75, 4.34),
-  ('v5e', False): (2.69, 3.96),
-  ('v5p', False): (1.36, 2.03),
-  ('tpu7x', False): (2.67, 3.97),
+  ('v6e', None): (2.66, 3.95),
+  ('v6e', 'masked'): (2.75, 4.34),
+  ('v6e', 'normalized'): (2.93, 5.93),
+  ('v5e', None): (2.69, 3.96),
+  ('v5p', None): (1.36, 2.03),
+  ('tpu7x', None): (2.67, 3.97),
 }
 TOKENS = 512
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize(
-  'case', BUDGETS, ids=lambda c: f'{c[0]}-{"masked" if c[1] else "all"}'
-)
+@pytest.mark.parametrize('case', BUDGETS, ids=lambda c: f'{c[0]}-{c[1]}')
 def test_bundles_stay_within_the_budget(case):
-  chip, masked = case
-  rows, schedule = tpu_bench.measure(chip, tokens=TOKENS, masked=masked)
+  chip, feature = case
+  features = {feature: True} if feature else {}
+  rows, schedule = tpu_bench.measure(chip, tokens=TOKENS, **features)
   for row, budget in zip(rows, BUDGETS[case]):
     message = f'{row["pass"]}: {row["bundles"]:.2f} bundles, budget {budget}'
     assert row['bundles'] <= 1.05 * budget, message
     assert row['vmem_mb'] < 24
-  # The saved scalars and the cotangents of the weights, no array like a source.
-  assert schedule.temporary_bytes < 4 * TOKENS * 128 * 4
+  # Saved scalars, cotangents of the weights and two cores' shares of the
+  # gradients of vectors; no array like a source.
+  assert schedule.temporary_bytes < TOKENS * 7168 * 2 / 4
 
 
 @pytest.mark.tpu_compile
