@@ -19,7 +19,6 @@ from trimoe_jax.model.latent_moe import moe_layer, moe_parameters
 from trimoe_jax.model.mha import mha_cache, mha_layer, mha_parameters
 from trimoe_jax.model.mla import mla_cache, mla_layer, mla_parameters
 from trimoe_jax.model.mlp import mlp, mlp_parameters
-from trimoe_jax.model.norm import rms_norm
 from trimoe_jax.model.parameters import Parameter, Table, ones, stack
 from trimoe_jax.model.residual import Residual
 from trimoe_jax.model.router import RouterState, RouterStats
@@ -121,9 +120,8 @@ def _layer(
   params, states, cache = inputs
   config = shared.config
   h_btd, attention_weights = residual.read(
-    params['attention_mix'], stream, config
+    params['attention_mix'], stream, config, params['attention_norm']
   )
-  h_btd = rms_norm(h_btd, params['attention_norm'], config.norm_eps)
   if node.mixer == 'kda':
     a_btd, cache = kda_layer(
       params['kda'],
@@ -146,8 +144,9 @@ def _layer(
       split=shared.split,
     )
   stream = stream.add(a_btd)
-  h_btd, ffn_weights = residual.read(params['ffn_mix'], stream, config)
-  h_btd = rms_norm(h_btd, params['ffn_norm'], config.norm_eps)
+  h_btd, ffn_weights = residual.read(
+    params['ffn_mix'], stream, config, params['ffn_norm']
+  )
   stats = None
   if node.ffn == 'moe':
     m_btd, stats = moe_layer(

@@ -38,7 +38,6 @@ from trimoe_jax.model.embedding import (
   insert_features,
 )
 from trimoe_jax.model.media import Media
-from trimoe_jax.model.norm import rms_norm
 from trimoe_jax.model.parameters import (
   Parameter,
   Table,
@@ -292,8 +291,9 @@ def read_out(
   params: Table, sources_mbtd: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
   """What the head reads of all sources [B, T, d]; the mix's weights."""
-  h_btd, weights = residual.read_all(params['output_mix'], sources_mbtd, config)
-  return rms_norm(h_btd, params['final_norm'], config.norm_eps), weights
+  return residual.read_all(
+    params['output_mix'], sources_mbtd, config, params['final_norm']
+  )
 
 
 def _one_block(run, inputs, sources, shared):

@@ -21,6 +21,7 @@ from flax import struct
 from pallas_kernels import attention_residual
 from trimoe_jax import sharding
 from trimoe_jax.config import ModelConfig
+from trimoe_jax.model.norm import rms_norm
 from trimoe_jax.model.parameters import Parameter, Table, ones, zeros
 
 STREAM = ('batch', 'seq', None)
@@ -88,35 +89,45 @@ def mix_parameters(config: ModelConfig) -> Table:
 
 
 def read(
-  params: Table, residual: Residual, config: ModelConfig
+  params: Table, residual: Residual, config: ModelConfig, norm_gain=None
 ) -> tuple[jax.Array, jax.Array | None]:
   """The mixture [B, T, d] a sublayer reads, and its weights [M + 1, B, T].
 
-  In two phases there are no weights: None.
+  In two phases there are no weights: None. With the gain of an RMSNorm the
+  mixture is normalized.
   """
   if residual.phases is not None:
-    return _merged(params, residual, config), None
+    h_btd = _merged(params, residual, config)
+    if norm_gain is not None:
+      h_btd = rms_norm(h_btd, norm_gain, config.norm_eps)
+    return h_btd, None
   slots = residual.blocks.shape[0]
   mask_m = jnp.append(jnp.arange(slots) < residual.filled, residual.is_open)
 
-  def mix(blocks_mbtd, partial_btd, query_d, gain_d, mask_m):
+  def mix(blocks_mbtd, partial_btd, query_d, gain_d, norm_gain_d, mask_m):
     return attention_residual.mix(
       blocks_mbtd,
       query_d,
       gain_d,
       partial=partial_btd,
       mask=mask_m,
+      norm_gain=norm_gain_d,
       eps=config.norm_eps,
       return_weights=True,
     )
 
   mix = sharding.local(
     mix,
-    inputs=(SOURCES, STREAM, (), (), ()),
+    inputs=(SOURCES, STREAM, (), (), (), ()),
     outputs=(STREAM, SOURCES[:-1]),
   )
   return mix(
-    residual.blocks, residual.partial, params['query'], params['gain'], mask_m
+    residual.blocks,
+    residual.partial,
+    params['query'],
+    params['gain'],
+    norm_gain,
+    mask_m,
   )
 
 
@@ -145,16 +156,21 @@ def _merged(params, residual, config):
 
 
 def read_all(
-  params: Table, blocks_mbtd: jax.Array, config: ModelConfig
+  params: Table, blocks_mbtd: jax.Array, config: ModelConfig, norm_gain=None
 ) -> tuple[jax.Array, jax.Array]:
   """The output mix over every block: [B, T, d] and its weights [M, B, T]."""
 
-  def mix(blocks_mbtd, query_d, gain_d):
+  def mix(blocks_mbtd, query_d, gain_d, norm_gain_d):
     return attention_residual.mix(
-      blocks_mbtd, query_d, gain_d, eps=config.norm_eps, return_weights=True
+      blocks_mbtd,
+      query_d,
+      gain_d,
+      norm_gain=norm_gain_d,
+      eps=config.norm_eps,
+      return_weights=True,
     )
 
   mix = sharding.local(
-    mix, inputs=(SOURCES, (), ()), outputs=(STREAM, SOURCES[:-1])
+    mix, inputs=(SOURCES, (), (), ()), outputs=(STREAM, SOURCES[:-1])
   )
-  return mix(blocks_mbtd, params['query'], params['gain'])
+  return mix(blocks_mbtd, params['query'], params['gain'], norm_gain)
