@@ -417,8 +417,15 @@ def test_documents_and_padding(block):
     check(*gradients_of(block, given, ids, True))
 
 
+SETTINGS = kda_inputs.Settings(-5.0, WIDTH**-0.5, True, True, True)
+
+
+@jax.jit
 def many_chunks(segment_ids):
-  """Arguments of the plain gradients, more chunks than there are blocks."""
+  """Arguments of the plain gradients, more chunks than there are blocks.
+
+  The states and the gradients of values are no more than numbers.
+  """
   batch, length, heads, values = 2, 1024, 16, 8
   keys = jax.random.split(jax.random.key(0), 12)
   draw = lambda i, *shape: jax.random.normal(keys[i], shape, jnp.bfloat16)
@@ -432,10 +439,9 @@ def many_chunks(segment_ids):
     0.3 * jax.random.normal(keys[5], (heads,)),
     0.3 * jax.random.normal(keys[6], (heads, WIDTH)),
   )
-  settings = kda_inputs.Settings(-5.0, WIDTH**-0.5, True, True, True)
   group = plain._whole(raw, segment_ids)
-  x = xla._activate(group.arrays, raw[5:], group.valid, settings)
-  prepared = xla._prepare(x, group, None, settings)
+  x = xla._activate(group.arrays, raw[5:], group.valid, SETTINGS)
+  prepared = xla._prepare(x, group, None, SETTINGS)
   inverse = jnp.moveaxis(prepared.scan.inverse, 0, 2).astype(jnp.bfloat16)
   shape = (batch, heads, length // CHUNK, WIDTH, WIDTH)
   entering, leaving = draw(7, *shape), draw(8, *shape)
@@ -443,7 +449,7 @@ def many_chunks(segment_ids):
   if segment_ids is not None:
     d_values = jnp.where((segment_ids != 0)[..., None, None], d_values, 0)
   states = plain.States(entering, inverse, leaving, d_values)
-  return raw, segment_ids, states, draw(10, *tokens), settings
+  return raw, states, draw(10, *tokens)
 
 
 @pytest.mark.gpu
@@ -454,10 +460,10 @@ def test_many_chunks_on_a_card(packed):
   if packed:
     ids = np.repeat(np.arange(12) % 4, 100)[:1024]
     segment_ids = jnp.asarray(np.stack([ids, ids[::-1]]), jnp.int32)
-  given = many_chunks(segment_ids)
-  raw, _, states, d_out, settings = given
-  want = jax.jit(plain.gradients, static_argnums=4)(*given)
-  arrays, options = mosaic_gpu._inputs(raw, segment_ids, settings, False)
+  raw, states, d_out = many_chunks(segment_ids)
+  gradients = jax.jit(plain.gradients, static_argnums=4)
+  want = gradients(raw, segment_ids, states, d_out, SETTINGS)
+  arrays, options = mosaic_gpu._inputs(raw, segment_ids, SETTINGS, False)
   inverse = states.inverse.reshape(*states.inverse.shape[:2], -1, CHUNK)
   arrays |= dict(state=states.entering, dstate=states.d_leaving)
   arrays |= dict(inverse=inverse, d_values=states.d_values, d_out=d_out)
@@ -466,7 +472,7 @@ def test_many_chunks_on_a_card(packed):
   got = run(arrays)
   for _ in range(100):
     chex.assert_trees_all_equal(run(arrays), got)
-  d_raw = mosaic_gpu._raw_gradients(raw, states.d_values, got, settings)
+  d_raw = mosaic_gpu._raw_gradients(raw, states.d_values, got, SETTINGS)
   for name, limit in LIMITS.items():
     error = testing.relative_rms(getattr(d_raw, name), getattr(want, name))
     assert error < limit, f'{name}: {error:.1e}'
