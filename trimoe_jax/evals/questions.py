@@ -8,7 +8,6 @@ them; where all are right, greedy generation gives the same answer.
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,7 +81,7 @@ def _answers(want_t, got_t, image, tokenizer) -> Iterator[Answer]:
 def examples(
   found: Sequence[Sequence[Answer]], count: int
 ) -> list[dict[str, Any]]:
-  """The first `count` pictures of batches of answers, to show.
+  """`count` pictures of batches of answers, evenly spaced, to show.
 
   Args:
     found: the answers of each batch.
@@ -96,10 +95,9 @@ def examples(
     for answer in own:
       fields = [answer.question, answer.want, answer.got, answer.right]
       grouped.setdefault((number, *answer.image), []).append(fields)
-  return [
-    {'place': place, 'answers': own}
-    for place, own in itertools.islice(grouped.items(), count)
-  ]
+  pairs = list(grouped.items())
+  picked = np.linspace(0, len(pairs) - 1, min(count, len(pairs))).astype(int)
+  return [{'place': pairs[i][0], 'answers': pairs[i][1]} for i in picked]
 
 
 def row_images(batch: Batch, row: int) -> Iterator[np.ndarray]:
