@@ -26,9 +26,9 @@ from pallas_kernels.kda import mosaic_gpu_warp as warp
 
 WIDTHS = (64, 128, 256)
 _LANE = 8  # channels of one thread
-_AHEAD = 3  # steps whose loads are on their way
-_UNROLLED = 4  # steps in the body of the loop along a run
-_STEPS = 16  # of a warp
+_AHEAD = 2  # steps whose loads are on their way
+_UNROLLED = 2  # steps in the body of the loop along a run
+_STEPS = 32  # of a warp
 
 
 @dataclasses.dataclass(frozen=True)
