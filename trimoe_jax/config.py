@@ -74,6 +74,8 @@ class MlaConfig:
   shared_dim: int = 16  # the 64-wide slice of K3 that is never rotated
   value_dim: int = 32
   block_size: int = 512  # tokens in one block of the blockwise softmax
+  # 'tokamax', 'cudnn', 'splash' or 'xla'; None: the best that rounds no output.
+  implementation: str | None = None
 
   @property
   def query_dim(self) -> int:

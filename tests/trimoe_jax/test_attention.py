@@ -226,8 +226,9 @@ class MistakeTest(parameterized.TestCase):
       blockwise(q, k, v, None, 0)
     with self.assertRaisesRegex(ValueError, 'implementation'):
       causal_attention(q, k, v, scale=1.0, implementation='flash')
-    with self.assertRaisesRegex(NotImplementedError, 'it is a TPU kernel'):
-      causal_attention(q, k, v, scale=1.0, implementation='splash')
+    for name, reason in (('splash', 'a TPU kernel'), ('cudnn', 'for GPUs')):
+      with self.assertRaisesRegex(NotImplementedError, reason):
+        causal_attention(q, k, v, scale=1.0, implementation=name)
 
   def test_no_time(self):
     q, k, v, _ = sample(0)

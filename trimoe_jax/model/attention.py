@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from trimoe_jax.model import splash
+from trimoe_jax.model import gpu_attention, splash
 
 _FRAGMENT_CANDIDATES = (
   (
@@ -75,7 +75,8 @@ def causal_attention(
       where an id differs from the last one that was not padding.
     block_size: rows in a block at most; shorter sequences are one dense tile.
       Only 'xla' reads it.
-    implementation: 'splash' (TPU), 'xla', or None for the best on this device.
+    implementation: 'tokamax' or 'cudnn' (NVIDIA), 'splash' (TPU), 'xla', or
+      None for the best on this device that rounds no output.
 
   Returns:
     [B, T, H, V] float32, as the softmax is (Kimi K3 technical report: the
@@ -86,13 +87,23 @@ def causal_attention(
     TypeError: `segment_ids` are not integers.
   """
   _check(q_bthk, k_bshk, v_bshv, segment_ids, block_size)
-  candidates = (('splash', splash.refusal(q_bthk, v_bshv)), ('xla', None))
+  heads = q_bthk, v_bshv
+  asked = lambda name: implementation == name
+  candidates = (
+    ('tokamax', gpu_attention.tokamax_refusal(*heads, asked('tokamax'))),
+    (
+      'cudnn',
+      gpu_attention.cudnn_refusal(*heads, segment_ids, asked('cudnn')),
+    ),
+    ('splash', splash.refusal(*heads)),
+    ('xla', None),
+  )
   name = dispatch.choose('causal_attention', implementation, candidates)
   if 0 in (*q_bthk.shape, *v_bshv.shape):
     return jnp.zeros((*q_bthk.shape[:3], v_bshv.shape[3]), _wide(q_bthk))
-  run = functools.partial(_blockwise, block_size=block_size)
-  if name == 'splash':
-    run = _splash
+  libraries = {'splash': _splash, 'tokamax': _tokamax, 'cudnn': _cudnn}
+  in_blocks = functools.partial(_blockwise, block_size=block_size)
+  run = libraries.get(name, in_blocks)
   arrays = q_bthk, k_bshk, v_bshv
   if segment_ids is None:
     return run(arrays, None, scale)
@@ -108,6 +119,26 @@ def _splash(arrays, segment_ids, scale, interpret=False):
     document_bt = jnp.cumsum(_opens(segment_ids)[0], axis=1, dtype=jnp.int32)
     document_bt = jnp.where(segment_ids != 0, document_bt, 0)
   return splash.attend(*arrays, document_bt, scale=scale, interpret=interpret)
+
+
+def _tokamax(arrays, segment_ids, scale):
+  if segment_ids is None:
+    return gpu_attention.tokamax(*arrays, None, scale=scale)
+  # Keys are left out before a row's document only: padding goes to the end.
+  order_bt = jnp.argsort(segment_ids == 0, axis=1, stable=True)
+  back_bt = jnp.argsort(order_bt, axis=1)
+  move = lambda x, at_bt: jnp.take_along_axis(x, at_bt[..., None, None], axis=1)
+  id_bt = jnp.take_along_axis(segment_ids, order_bt, axis=1)
+  opens_bt, time_bt = _opens(id_bt)
+  start_bt = jax.lax.cummax(jnp.where(opens_bt, time_bt, 0), axis=1)
+  start_bt = jnp.where(id_bt != 0, start_bt, time_bt)
+  arrays = [move(x, order_bt) for x in arrays]
+  return move(gpu_attention.tokamax(*arrays, start_bt, scale=scale), back_bt)
+
+
+def _cudnn(arrays, segment_ids, scale):
+  del segment_ids  # there are none
+  return gpu_attention.cudnn(*arrays, scale=scale)
 
 
 def _blockwise(arrays, segment_ids, scale, block_size):

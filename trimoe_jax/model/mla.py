@@ -147,6 +147,7 @@ def _expanded(params, query_bthn, latents, config, segment_ids):
       scale=c.query_dim**-0.5,
       segment_ids=segment_ids,
       block_size=c.block_size,
+      implementation=c.implementation,
     )
 
   whole = ('batch', None, 'heads', None)  # every query sees all earlier keys
