@@ -262,7 +262,7 @@ class Logger:
     )
     for question, r in record.get('questions', {}).items():
       self.say(
-        f'  {question}? {r["right"]:.0%} of {r["count"]} right (chance '
+        f'  {question}: {r["right"]:.0%} of {r["count"]} right (chance '
         f'{r["chance"]:.0%})'
       )
     self._progress.pause()

@@ -48,7 +48,7 @@ def _table(questions: dict[str, dict[str, Any]]) -> str:
   ]
   for name, r in questions.items():
     lines.append(
-      f'| {name}? | {r["count"]} | {r["right"]:.0%} | {r["chance"]:.0%} | '
+      f'| {name} | {r["count"]} | {r["right"]:.0%} | {r["chance"]:.0%} | '
       f'{r["characters"]:.0%} |'
     )
   table = '\n'.join(lines)

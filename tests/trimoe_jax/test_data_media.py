@@ -250,7 +250,7 @@ def test_pictures_are_reproducible_and_split_by_scan(material, monkeypatch):
   for heldout in (False, True):
     rng = np.random.default_rng(0)
     texts = [pictures.draw_digits(rng, marked, heldout)[1] for _ in range(20)]
-    said = set(''.join(t.split('Which? ')[1].strip('.') for t in texts)) - {'-'}
+    said = set(''.join(t.split('>')[1].split('.')[0] for t in texts))
     assert said == {'7' if heldout else '1'}
 
 
@@ -264,13 +264,18 @@ def test_the_configuration_reads_pictures(material, monkeypatch):
   batch = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
   found = list(answers(batch, batch['targets'], TOKENIZER))
   assert found and all(x.right and x.got == x.want for x in found)
-  assert {x.question for x in found} == {'How many', 'Which', 'What is it'}
+  assert {x.question for x in found} == {'What is it', 'How many digits'}
   result = score(found)
-  assert result['How many']['right'] == 1 == result['Which']['characters']
-  assert 0 < result['How many']['chance'] < 1
+  assert result.keys() == {
+    'What is it? In digits',
+    'What is it? In a word',
+    'How many digits? In digits',
+  }
+  assert all(r['right'] == 1 == r['characters'] for r in result.values())
+  assert all(0 < r['chance'] < 1 for r in result.values())
   assert len(found) == 2 * int((batch['grids'][..., 0] > 0).sum())
   wrong = [x for x in answers(batch, 0 * batch['targets'], TOKENIZER)]
-  assert score(wrong)['Which']['right'] == 0
+  assert score(wrong)['What is it? In digits']['right'] == 0
   shown = examples([found[:4], found[4:]], 3)
   assert [x['place'][0] for x in shown] == [0, 1, 1]
   assert [len(x['answers']) for x in shown] == [2, 2, 2]

@@ -3,10 +3,10 @@
 A picture is 56 x 56 pixels, four tokens. Most hold one to four handwritten
 digits (scikit-learn's 1,797 scans) in colour on a coloured ground; the others
 are cuts from three photographs: scikit-learn's temple and flower and, from
-matplotlib, the portrait of Grace Hopper. Each comes with two questions and
-their answers; scikit-learn's descriptions of its data sets are documents of
-text alone. Held-out pictures show digits and parts of photographs that no
-picture for training shows.
+matplotlib, the portrait of Grace Hopper. Each comes with two questions, the
+first before it, and their answers; scikit-learn's descriptions of its data sets
+are documents of text alone. Held-out pictures show digits and parts of
+photographs that no picture for training shows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SIZE = 56  # pixels along each side of a picture
 CELL = SIZE // 2  # each of the four cells has at most one digit
 DIGIT = 24  # pixels along each side of a digit, three times the scan's
 COUNT = 8_000  # pictures
-PHOTO_SHARE = 0.25
+PHOTO_SHARE = 0.2
+SHARES = (0.4, 0.3, 0.2, 0.1)  # of pictures with one to four digits
 HELDOUT_DIGITS = 5  # every fifth scan
 # Of a photograph's width; pictures for training are cut from the left of it.
 HELDOUT_FROM = 2 / 3
@@ -70,7 +71,7 @@ def read_pictures(
     draw = draw_photo if rng.random() < PHOTO_SHARE else draw_digits
     pixels, text = draw(rng, material, heldout)
     medium = images.from_array(pixels)
-    documents.append(Document(path, PLACEHOLDER + text, (medium,)))
+    documents.append(Document(path, text, (medium,)))
   return documents
 
 
@@ -121,6 +122,11 @@ def _resize(image: Any, size: int) -> Image.Image:
   return image.resize((size, size), Image.Resampling.BICUBIC)
 
 
+def ask(answer: str, digits: int) -> str:
+  """The text of one picture: what it shows, and how many digits."""
+  return f'What is it? {PLACEHOLDER}{answer}. How many digits? {digits}.'
+
+
 def heldout_scans(count: int) -> np.ndarray:
   """Which of the scans only held-out pictures show, bool [count]."""
   return np.arange(count) % HELDOUT_DIGITS == 0
@@ -131,7 +137,8 @@ def draw_digits(
 ) -> tuple[np.ndarray, str]:
   """A picture [56, 56, 3] of one to four digits, and its questions."""
   pool = np.flatnonzero(heldout_scans(len(material.labels)) == heldout)
-  cells = np.sort(rng.permutation(4)[: rng.integers(1, 5)])
+  count = 1 + int(np.searchsorted(np.cumsum(SHARES), rng.random()))
+  cells = np.sort(rng.permutation(4)[:count])
   chosen = rng.choice(pool, len(cells))
   ground = rng.integers(0, 90, 3)
   pixels = np.broadcast_to(ground, (SIZE, SIZE, 3)).astype(np.float64)
@@ -141,9 +148,8 @@ def draw_digits(
     ink = material.digits[scan][..., None]
     part = pixels[at[0] : at[0] + DIGIT, at[1] : at[1] + DIGIT]
     part += ink * (colour - part)
-  read = dict(zip(cells.tolist(), material.labels[chosen].tolist()))
-  digits = ''.join(str(read.get(cell, '-')) for cell in range(4))
-  text = f'How many? {len(cells)}. Which? {digits}.'
+  digits = ''.join(str(label) for label in material.labels[chosen])
+  text = ask(digits, len(cells))
   return np.round(pixels).astype(np.uint8), text
 
 
@@ -159,5 +165,5 @@ def draw_photo(
   side = int(rng.integers(SIZE, min(part.shape[:2]) + 1))
   top, left = (int(rng.integers(0, n - side + 1)) for n in part.shape[:2])
   cut = Image.fromarray(part[top : top + side, left : left + side])
-  text = f'How many? 0. What is it? {name}.'
+  text = ask(name, 0)
   return np.asarray(_resize(cut, SIZE)), text

@@ -1,8 +1,9 @@
 """Answers about held-out pictures: how often, and against which guess.
 
-A document reads `question? answer. question? answer.` after its image. Every
-character of an answer and the full stop are predicted from the true ones before
-them; where all are right, greedy generation gives the same answer.
+A document reads `question? answer. question? answer.`, its image before
+the first answer. Every character of an answer and the full stop are predicted
+from the true ones before them; where all are right, greedy generation gives the
+same answer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def answers(
       is_image = batch['tokens'][b, at] == tokenizer.media_id
       if not is_image.any():
         continue
-      at = at[np.flatnonzero(is_image)[-1] :]
+      at = at[targets[at] != tokenizer.media_id]
       yield from _answers(
         targets[at], predicted_bt[b, at], (b, number), tokenizer
       )
@@ -117,11 +118,13 @@ def row_images(batch: Batch, row: int) -> Iterator[np.ndarray]:
 def score(found: Sequence[Answer]) -> dict[str, dict[str, Any]]:
   """By question: the share of right answers and of right characters.
 
-  `chance` is the share that the most frequent answer would get.
+  Answers in digits and in words are counted apart. `chance` is the share that
+  the most frequent answer would get.
   """
   by_question = collections.defaultdict(list)
   for answer in found:
-    by_question[answer.question].append(answer)
+    kind = 'digits' if answer.want.isdigit() else 'a word'
+    by_question[f'{answer.question}? In {kind}'].append(answer)
   result = {}
   for question, own in by_question.items():
     pairs = [p for x in own for p in zip(x.want, x.got.ljust(len(x.want)))]
