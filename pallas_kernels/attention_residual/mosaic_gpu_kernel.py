@@ -87,8 +87,11 @@ class Plan(NamedTuple):
 
   @property
   def token_words(self) -> int:
-    """Of the sums that warps exchange: two a source, and one more."""
-    return (2 * LANES + 1) * self.warps
+    """Of the sums that warps exchange: two a source, and one more.
+
+    An even number, since two are read at once.
+    """
+    return 2 * (LANES + 1) * self.warps
 
   @property
   def scratch_words(self) -> int:

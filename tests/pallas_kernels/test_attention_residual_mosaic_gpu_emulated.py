@@ -48,7 +48,18 @@ def pack(low, high):
 
 def patched_warp(machine) -> dict:
   unary = lambda operation: lambda x: Real(operation(x.value))
-  return instructions(machine) | dict(
+  given = instructions(machine)
+
+  def aligned(load):
+    def checked(address, offset, count):
+      assert not np.any((np.asarray(address) + offset) % (4 * count))
+      return load(address, offset, count)
+
+    return checked
+
+  loads = ('load', 'load_real', 'load_global', 'load_global_words')
+  given |= {name: aligned(given[name]) for name in loads}
+  return given | dict(
     unpack=unpack,
     pack=pack,
     shift_right=lambda a, n: a >> np_int(n),
