@@ -50,6 +50,8 @@ def moe_parameters(config: ModelConfig) -> Table:
 
 
 EXPERT = ('experts', 'latent', None)
+# Bytes of experts that a few tokens may copy instead of being sorted by them.
+LITTLE = 2**24
 
 
 def moe_layer(
@@ -126,6 +128,11 @@ def _route_and_run(
   indices_tj, weights_tj, stats = router.route(
     logits_te, state, moe, config.router, mask=mask_t, observe=observe
   )
+  if not observe and _is_little(experts, indices_tj):
+    z_tl = z_btl.reshape(-1, shape[-1])
+    u_tl = _chosen_experts(experts, z_tl, indices_tj, weights_tj, config)
+    u_tl = jnp.where(mask_t[:, None], u_tl, 0)
+    return u_tl.reshape(shape), jax.tree.map(lambda s: s[None], stats)
   # Only training may drop tokens: there they are counted, and what a model
   # says must not depend on how many tokens it is shown at once.
   capacity = moe.capacity if observe else None
@@ -143,6 +150,35 @@ def _route_and_run(
     stats = stats.replace(dropped=dropped)
   stats = jax.tree.map(lambda s: s[None], stats)  # one entry a token shard
   return u_tl.reshape(shape), stats
+
+
+def _is_little(experts: dict[str, jax.Array], indices_tj: jax.Array) -> bool:
+  """Whether copying the chosen experts costs less than sorting rows."""
+  if sharding.axis_size('expert') > 1:
+    return False
+  sizes = [w.size * w.dtype.itemsize / w.shape[0] for w in experts.values()]
+  return indices_tj.size * sum(sizes) <= LITTLE
+
+
+def _chosen_experts(experts, z_tl, indices_tj, weights_tj, config):
+  """The weighted sum of each token's experts, whose weights are copied."""
+  dtype, wide = z_tl.dtype, weights_tj.dtype
+  # An expert that does not exist, in a row of padding, is some other.
+  chosen = lambda name: jnp.take(
+    experts[name], indices_tj, axis=0, mode='clip'
+  ).astype(dtype)
+
+  def project(subscripts, x, w):
+    out = jnp.einsum(
+      subscripts, x, w, preferred_element_type=jnp.promote_types(dtype, wide)
+    )
+    return out.astype(dtype)
+
+  gate_tjf = project('tl,tjlf->tjf', z_tl, chosen('gate'))
+  up_tjf = project('tl,tjlf->tjf', z_tl, chosen('up'))
+  h_tjf = situ_glu(gate_tjf, up_tjf, config)
+  y_tjl = project('tjf,tjfl->tjl', h_tjf, chosen('down'))
+  return jnp.sum(weights_tj[..., None] * y_tjl, axis=1).astype(dtype)
 
 
 def _expert_mlps(
