@@ -6,21 +6,9 @@ import re
 import jax
 import numpy as np
 import pytest
-from small_model import (
-  FAST_COMPILE,
-  random_tokens,
-  random_weights,
-  small_config,
-)
+from mesh_step import ROWS, TIME, Step, assert_close, make, packed_batch
+from small_model import small_config
 
-from trimoe_jax import sharding
-from trimoe_jax.config import MeshConfig, PipelineConfig, TrainConfig
-from trimoe_jax.data import StageConfig
-from trimoe_jax.model.model import model_parameters
-from trimoe_jax.model.parameters import map_table
-from trimoe_jax.train_step import BATCH_AXES, accumulate
-
-ROWS, TIME = 4, 32
 # One kind of layer, chunks of 2, 2, 2 and none, a block that begins within one.
 SIMPLE = dict(
   layers=6, mla_layers=(1, 2, 3, 4, 5, 6), dense_layers=0, residual_block=3
@@ -36,75 +24,14 @@ def _float64():
     yield
 
 
-def make(mesh, chunks=1, micro_batches=4, **model):
-  return TrainConfig(
-    model=small_config(**model),
-    stages=(
-      StageConfig(
-        context=TIME,
-        batch=ROWS * micro_batches,
-        steps=4,
-        micro_batches=micro_batches,
-      ),
-    ),
-    mesh=MeshConfig(**mesh),
-    pipeline=PipelineConfig(chunks),
-  )
-
-
-def packed_batch(micro_batches):
-  """Documents that end anywhere, and padding that the loss leaves out."""
-  shape = (micro_batches, ROWS, TIME)
-  segments = np.ones(shape, np.int32)
-  segments[:, :, 20:] = 2
-  segments[0, 0, 28:] = 0
-  segments[-1, 1, :5] = 0
-  # The same tokens again after four, under other targets: among more, some
-  # move gradients by 2e-11 when the parameters move by one unit of rounding.
-  tokens = random_tokens((4, ROWS, TIME))[np.arange(micro_batches) % 4]
-  return {
-    'tokens': tokens.astype(np.int32),
-    'targets': random_tokens(shape, 5).astype(np.int32),
-    'segment_ids': segments,
-    'loss_mask': segments > 0,
-  }
-
-
-def place(params, batch, config):
-  """Parameters as a training state holds them, and the batch, on the mesh."""
-  mesh = jax.sharding.get_mesh()
-  table = model_parameters(config.model)
-  where = map_table(lambda p: sharding.named(p.axes, p.shape, mesh), table)
-  tokens = jax.NamedSharding(mesh, sharding.spec(BATCH_AXES))
-  return jax.device_put(params, where), jax.device_put(batch, tokens)
-
-
-def run_both(config):
-  """(gradients, sums, statistics) of the pipeline and of one device, text."""
-  params, state = random_weights(config.model)
-  batch = packed_batch(config.stages[0].micro_batches)
-  run = jax.jit(lambda params, batch: accumulate(params, batch, state, config))
-  want = run.lower(params, batch).compile(FAST_COMPILE)(params, batch)
-  with jax.set_mesh(sharding.make_mesh(config.mesh.sizes())):
-    placed = place(params, batch, config)
-    program = run.lower(*placed).compile(FAST_COMPILE)
-    got = program(*placed)
-  return got, want, program.as_text(), placed
-
-
-def assert_close(got, want, tolerance):
-  got, want = jax.tree.leaves(got), jax.tree.leaves(want)
-  assert len(got) == len(want)
-  for one, other in zip(got, want):
-    scale = max(1e-30, float(np.abs(other).max()))
-    np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
-
-
 def assert_same_step(config, tolerance=1e-11):
-  got, want, text, (params, _) = run_both(config)
-  grads, sums, stats = got
-  assert jax.tree.structure(grads) == jax.tree.structure(params)
-  for grad, param in zip(jax.tree.leaves(grads), jax.tree.leaves(params)):
+  batch = packed_batch(config.stages[0].micro_batches)
+  piped = Step(config)
+  want = Step(config, on_mesh=False)(batch)
+  grads, sums, stats = piped(batch)
+  assert jax.tree.structure(grads) == jax.tree.structure(piped.params)
+  params = jax.tree.leaves(piped.params)
+  for grad, param in zip(jax.tree.leaves(grads), params):
     assert grad.sharding.is_equivalent_to(param.sharding, param.ndim)
   assert_close(grads, want[0], tolerance)
   assert_close(sums, want[1], 1e-12)
@@ -114,7 +41,7 @@ def assert_same_step(config, tolerance=1e-11):
       np.testing.assert_array_equal(summed(one), summed(other))
     else:
       assert_close(summed(one), summed(other), 1e-5)
-  assert_hops(text, config)
+  assert_hops(piped.text, config)
 
 
 def assert_hops(text, config):
