@@ -201,7 +201,7 @@ def reference_gradients(exact, mask, cotangents):
 
 SPECS = (
   ArgSpec('plain', 3, (3,), 512, partial=False),
-  ArgSpec('masked', 3, (3,), 256, masked=(1, 3)),
+  ArgSpec('masked', 3, (3,), 768, masked=(1, 3)),
   ArgSpec('nothing', 1, (2,), 256, masked=(0, 1)),
   ArgSpec('float32', 2, (3,), 256, dtype='float32', normalized=True),
 )
