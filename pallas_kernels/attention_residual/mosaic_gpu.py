@@ -153,8 +153,14 @@ def _order(mask_m, count: int):
   """(indices of the sources, live ones first, and how many live) int32."""
   if mask_m is None:
     return jnp.arange(count, dtype=jnp.int32), jnp.full(1, count, jnp.int32)
-  order_m = jnp.argsort(~mask_m, stable=True).astype(jnp.int32)
-  return order_m, jnp.sum(mask_m, dtype=jnp.int32)[None]
+  # Dense compares, one small fusion: a sort is a kernel of its own.
+  places = jnp.arange(count, dtype=jnp.int32)
+  earlier = places[None, :] < places[:, None]
+  mine, others = mask_m[:, None], mask_m[None, :]
+  is_before = (others & ~mine) | ((others == mine) & earlier)
+  rank_m = jnp.sum(is_before, axis=1)
+  order_m = jnp.sum((rank_m == places[:, None]) * places, axis=1)
+  return order_m.astype(jnp.int32), jnp.sum(mask_m, dtype=jnp.int32)[None]
 
 
 def _inputs(arrays, mask_m) -> dict[str, jax.Array]:

@@ -107,6 +107,14 @@ def test_blocks_fit_their_multiprocessor(width):
     assert together * (plan.warps + 1) <= 64
 
 
+@pytest.mark.parametrize('seed', range(3))
+def test_order_has_the_live_sources_first(seed):
+  mask = np.random.default_rng(seed).random(9) < 0.5
+  order, live = mosaic_gpu._order(jnp.asarray(mask), 9)
+  np.testing.assert_array_equal(order, np.argsort(~mask, kind='stable'))
+  np.testing.assert_array_equal(live, [mask.sum()])
+
+
 @pytest.mark.parametrize('partial', (True, False))
 def test_lowers_for_cuda(partial):
   shape = jax.ShapeDtypeStruct

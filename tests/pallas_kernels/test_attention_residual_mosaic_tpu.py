@@ -102,6 +102,7 @@ def test_golden_numbers(name):
   (out, weights), (d_sources, _, d_query, d_gain, _) = both_passes(
     (sources, None, query / 4, gain, None), None, cotangents
   )
+  assert out.dtype == d_sources.dtype == jnp.float32
   close(out, wide(data['out']), 'out', 'float32')
   close(weights, data['weights'], 'out', 'float32')
   close(folded(d_sources), data['d_sources'], 'gradient', 'float32')
