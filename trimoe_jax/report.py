@@ -171,8 +171,9 @@ def _summary(run: Run) -> str:
   environment = json.loads((run.workdir / 'env.json').read_text())
   mla = len(model.mla_layers)
   router = model.router
+  seeing = f' and {count.vision:,} for images' if count.vision else ''
   return (
-    f'{count.total:,} parameters ({count.active:,} active): '
+    f'{count.total:,} parameters ({count.active:,} active){seeing}: '
     f'{model.layers} layers ({model.layers - mla} KDA, {mla} gated MLA), '
     f'{model.moe.experts} experts of which {model.moe.top_k} are chosen '
     f'(balance: {router.balance}), {model.sources - 1} residual blocks. '
