@@ -54,7 +54,7 @@ def get_config(variant: str = ''):
       ),
       data=DataConfig(source='pictures'),
       stages=(
-        StageConfig(context=128, batch=32, steps=400, patches=64, images=4),
+        StageConfig(context=128, batch=32, steps=300, patches=64, images=4),
       ),
       optim=OptimConfig(lr=1e-2, adam_lr=5e-3),
       eval=EvalConfig(batches=8, batch_tokens=4096, sample_prompt='The '),

@@ -4,9 +4,10 @@ A picture is 56 x 56 pixels, four tokens. Most hold one to four handwritten
 digits (scikit-learn's 1,797 scans) in colour on a coloured ground; the others
 are cuts from three photographs: scikit-learn's temple and flower and, from
 matplotlib, the portrait of Grace Hopper. Each comes with two questions, the
-first before it, and their answers; scikit-learn's descriptions of its data sets
-are documents of text alone. Held-out pictures show digits and parts of
-photographs that no picture for training shows.
+first before it, and their answers: `What is it? <picture>4-17. How many digits?
+3.`, cell by cell with a dash for an empty one, or `temple`. scikit-learn's
+descriptions of its data sets are documents of text alone. Held-out pictures
+show digits and parts of photographs that no picture for training shows.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ def draw_digits(
     ink = material.digits[scan][..., None]
     part = pixels[at[0] : at[0] + DIGIT, at[1] : at[1] + DIGIT]
     part += ink * (colour - part)
-  digits = ''.join(str(label) for label in material.labels[chosen])
+  read = dict(zip(cells.tolist(), material.labels[chosen].tolist()))
+  digits = ''.join(str(read.get(cell, '-')) for cell in range(4))
   text = ask(digits, len(cells))
   return np.round(pixels).astype(np.uint8), text
 

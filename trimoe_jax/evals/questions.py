@@ -123,7 +123,7 @@ def score(found: Sequence[Answer]) -> dict[str, dict[str, Any]]:
   """
   by_question = collections.defaultdict(list)
   for answer in found:
-    kind = 'digits' if answer.want.isdigit() else 'a word'
+    kind = 'a word' if answer.want.isalpha() else 'digits'
     by_question[f'{answer.question}? In {kind}'].append(answer)
   result = {}
   for question, own in by_question.items():
