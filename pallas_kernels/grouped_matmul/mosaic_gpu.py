@@ -63,9 +63,8 @@ def refusal(lhs_gk, rhs_ekn, *, device_kind: str | None = None) -> str | None:
 def grouped_matmul(lhs_gk, rhs_ekn, group_sizes_e):
   """See `api.grouped_matmul`."""
   plan = _plans(lhs_gk.shape[0], rhs_ekn.shape)[0]
-  turned = rhs_ekn.shape[2] % 64
-  run = rows_kernel.multiply_turned if turned else rows_kernel.multiply
-  return run(lhs_gk, rhs_ekn.astype(lhs_gk.dtype), group_sizes_e, plan)
+  rhs_ekn = rhs_ekn.astype(lhs_gk.dtype)
+  return rows_kernel.multiply(lhs_gk, rhs_ekn, group_sizes_e, plan)
 
 
 def _forward(lhs_gk, rhs_ekn, group_sizes_e):
@@ -89,10 +88,7 @@ grouped_matmul.defvjp(_forward, _backward)
 
 def _plans(rows: int, shape) -> tuple[ring.Plan, ...]:
   """Those of the product, the rows' gradient and the matrices' gradient."""
-  if shape[2] % 64:
-    product = turned_plan(rows, shape)
-  else:
-    product = rows_plan(rows, shape, transposed=False)
+  product = rows_plan(rows, shape, transposed=False)
   turned = rows_plan(rows, shape, transposed=True)
   return product, turned, weights_plan(rows, shape)
 
@@ -109,16 +105,9 @@ def rows_plan(rows: int, shape, *, transposed: bool) -> ring.Plan:
     by_rows=not few,
     pairs=not few and _in_pairs(width, columns),
     transposed=transposed,
+    free_width=not transposed and n % 64 != 0,
   )
   return _filled(plan, rows_kernel.cut_rows(rows, groups, width, plan))
-
-
-def turned_plan(rows: int, shape) -> ring.Plan:
-  """Tiles of the transposed output for matrices of `shape` [E, K, N]."""
-  groups, _, n = shape
-  few = rows <= _FEW_ROWS * groups
-  plan = ring.Plan(rows=128, columns=64 if few else 128)
-  return _filled(plan, rows_kernel.cut_turned(rows, groups, n, plan))
 
 
 def weights_plan(rows: int, shape) -> ring.Plan:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 PROCESSORS = 132
+CHUNK = 64  # columns of a tile that needs no tiling by the copy
 DEPTH = 64  # of one stage along a summed axis of columns
 WORKERS = 2  # computing warpgroups
 PAIR = 'pair'  # the axis of thread blocks that work together
@@ -39,6 +40,8 @@ class Plan:
       be multiples of it.
     pairs: two thread blocks, one tile right of the other, share copies.
     transposed: matrices are [E, N, K]; of their gradient, its tiles are.
+    free_width: matrices are copied and multiplied by 64 columns at a time, and
+      may have any width.
     depth: of one stage where rows are summed, a multiple of swizzle / 2.
   """
 
@@ -49,6 +52,7 @@ class Plan:
   swizzle: int = 128
   pairs: bool = False
   transposed: bool = False
+  free_width: bool = False
   depth: int = 64
 
   @property
@@ -62,6 +66,11 @@ class Plan:
     if self.by_rows:
       return self.rows // WORKERS, self.columns
     return self.rows, self.columns // WORKERS
+
+  @property
+  def pieces(self) -> int:
+    """Products of a warpgroup in one stage, side by side."""
+    return self.share[1] // CHUNK if self.free_width else 1
 
   @property
   def chunks(self) -> int:
@@ -103,7 +112,7 @@ class Work(NamedTuple):
     place: (number among the tiles of this block, among all tiles) -> anything
       with `steps`, the stages of that tile.
     copies: (place, k, slot) -> (source, target, axes that share it) each.
-    multiply: (place, k, slot, acc), which starts a product of one stage.
+    multiply: (place, k, slot, acc), which starts the products of one stage.
     write: (place, acc), for one warpgroup.
   """
 
@@ -135,14 +144,14 @@ def _produce(parts, place, position):
 
 
 def _sum(parts, place, position, acc):
-  """One warpgroup's part of a tile, with one product always running."""
+  """One warpgroup's part of a tile, with a stage's products always running."""
   plan, work, (full, empty) = parts
   slot_of = lambda k: lax.rem(position + k, plan.stages)
 
   def step(k, _):
     plgpu.barrier_wait(full.at[slot_of(k)])
     work.multiply(place, k, slot_of(k), acc)
-    plgpu.wgmma_wait(1)
+    plgpu.wgmma_wait(plan.pieces)
 
     @pl.when(k > 0)
     def _():

@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.grouped_matmul import mosaic_gpu_ring as ring
 from pallas_kernels.grouped_matmul import mosaic_gpu_store as store
 from pallas_kernels.grouped_matmul import mosaic_gpu_tiles as tiles
-from pallas_kernels.grouped_matmul.mosaic_gpu_ring import DEPTH
+from pallas_kernels.grouped_matmul.mosaic_gpu_ring import CHUNK, DEPTH
 from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import ALIGNMENT
 
 
@@ -69,18 +69,26 @@ def _work(plan: ring.Plan, book: tiles.Book, outer, inner) -> ring.Work:
     side = (columns, depth) if plan.transposed else (depth, columns)
     shared = ring.PAIR if plan.pairs else None
     yield lhs.at[rows, depth], lhs_in.at[slot], shared
-    yield rhs.at[(at.group, *side)], rhs_in.at[slot], None
+    if not plan.free_width:
+      yield rhs.at[(at.group, *side)], rhs_in.at[slot], None
+      return
+    for i in range(plan.columns // CHUNK):
+      columns = pl.ds(pl.multiple_of(at.column + i * CHUNK, CHUNK), CHUNK)
+      yield rhs.at[at.group, depth, columns], rhs_in.at[slot, i], None
 
   def multiply(at, k, slot, acc):
     del at, k
     row, column = plan.corner(0, 0)
     rows, columns = (pl.ds(*x) for x in zip((row, column), plan.share))
     left = lhs_smem.at[slot, rows]
-    if plan.transposed:
-      right = rhs_smem.at[slot, columns].T
+    if plan.free_width:
+      for i in range(plan.pieces):
+        right = rhs_smem.at[slot, lax.div(column, CHUNK) + i]
+        plgpu.wgmma(acc.at[:, pl.ds(i * CHUNK, CHUNK)], left, right)
+    elif plan.transposed:
+      plgpu.wgmma(acc, left, rhs_smem.at[slot, columns].T)
     else:
-      right = rhs_smem.at[slot, :, columns]
-    plgpu.wgmma(acc, left, right)
+      plgpu.wgmma(acc, left, rhs_smem.at[slot, :, columns])
 
   def write(at, acc):
     corner = plan.corner(at.row, at.column)
@@ -91,39 +99,10 @@ def _work(plan: ring.Plan, book: tiles.Book, outer, inner) -> ring.Work:
   return ring.Work(book.tiles(), place, copies, multiply, write)
 
 
-def _turned_work(plan: ring.Plan, book: tiles.Book, outer, inner) -> ring.Work:
-  """Tiles are those of [N, G]: each warpgroup has 64 columns of the output."""
-  lhs, rhs, out = outer
-  (rhs_in, rhs_smem), (lhs_in, lhs_smem) = map(ring.views, inner)
-  width = plan.share[0]
-
-  def copies(at, k, slot):
-    depth = pl.ds(k * DEPTH, DEPTH)
-    for i in range(plan.chunks):
-      columns = pl.ds(pl.multiple_of(at.column + i * width, width), width)
-      yield rhs.at[at.group, depth, columns], rhs_in.at[slot, i], None
-    rows = pl.ds(pl.multiple_of(at.row, ALIGNMENT), plan.columns)
-    yield lhs.at[rows, depth], lhs_in.at[slot], None
-
-  def multiply(at, k, slot, acc):
-    del at, k
-    left = rhs_smem.at[slot, lax.axis_index('role')]
-    plgpu.wgmma(acc, left.T, lhs_smem.at[slot].T)
-
-  def write(at, acc):
-    column, row = plan.corner(at.column, at.row)
-    window = store.Window(row, column, at.start, at.end)
-    store.store_transposed(acc, out, window)
-
-  stages = pl.cdiv(lhs.shape[1], DEPTH)
-  place = functools.partial(_place, book, (1, stages, plan.rows))
-  return ring.Work(book.tiles(), place, copies, multiply, write)
-
-
-def _body(plan: ring.Plan, cut: tiles.Cut, work, *refs):
+def _body(plan: ring.Plan, cut: tiles.Cut, *refs):
   sizes, outer, words, inner = refs[0], refs[1:4], refs[4], refs[5:7]
   book = tiles.write_book(cut, sizes, words, lax.axis_index('block'))
-  ring.run(plan, work(plan, book, outer, inner), refs[7:])
+  ring.run(plan, _work(plan, book, outer, inner), refs[7:])
 
 
 def cut_rows(rows: int, groups: int, width: int, plan: ring.Plan) -> tiles.Cut:
@@ -134,49 +113,28 @@ def cut_rows(rows: int, groups: int, width: int, plan: ring.Plan) -> tiles.Cut:
   )
 
 
-def cut_turned(
-  rows: int, groups: int, width: int, plan: ring.Plan
-) -> tiles.Cut:
-  """Tiles of `multiply_turned` with [G, N] for its output."""
-  across = pl.cdiv(width, plan.rows)
-  return tiles.Cut(groups, rows, plan.columns, across, ring.PROCESSORS)
-
-
 def multiply(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
   """[G, N]; see `api.grouped_matmul`.
 
   rhs is [E, N, K] if plan.transposed; otherwise N is a whole number of 64, or
-  see `multiply_turned`.
+  plan.free_width says that it need not be.
   """
   rows = lhs_gk.shape[0]
   width = rhs_ekn.shape[1 if plan.transposed else 2]
-  side = DEPTH, plan.columns
+  side, copies = (DEPTH, plan.columns), 2
+  if plan.free_width:
+    count = plan.columns // CHUNK
+    side, copies = (count, DEPTH, CHUNK), count + 1
+  elif plan.transposed:
+    side = side[::-1]
   cut = cut_rows(rows, rhs_ekn.shape[0], width, plan)
   kernel = ring.kernel(
     plan,
-    functools.partial(_body, plan, cut, _work),
+    functools.partial(_body, plan, cut),
     name='grouped_matmul_rows',
     out=jax.ShapeDtypeStruct((rows, width), lhs_gk.dtype),
     book=cut.scratch(),
-    tiles=((plan.rows, DEPTH), side[::-1] if plan.transposed else side),
-  )
-  return kernel(group_sizes_e.astype(jnp.int32), lhs_gk, rhs_ekn)
-
-
-def multiply_turned(lhs_gk, rhs_ekn, group_sizes_e, plan: ring.Plan):
-  """[G, N] for any N in multiples of 8, by tiles of the transposed output.
-
-  plan.rows counts columns of the output and is 128, plan.columns its rows.
-  """
-  rows, width = lhs_gk.shape[0], rhs_ekn.shape[2]
-  cut = cut_turned(rows, rhs_ekn.shape[0], width, plan)
-  kernel = ring.kernel(
-    plan,
-    functools.partial(_body, plan, cut, _turned_work),
-    name='grouped_matmul_rows_turned',
-    out=jax.ShapeDtypeStruct((rows, width), lhs_gk.dtype),
-    book=cut.scratch(),
-    tiles=((plan.chunks, DEPTH, plan.share[0]), (plan.columns, DEPTH)),
-    copies=plan.chunks + 1,
+    tiles=((plan.rows, DEPTH), side),
+    copies=copies,
   )
   return kernel(group_sizes_e.astype(jnp.int32), lhs_gk, rhs_ekn)
