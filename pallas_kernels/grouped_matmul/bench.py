@@ -3,7 +3,7 @@
 The floor is the larger of the traffic that cannot be avoided over the bandwidth
 of a large copy and the operations over the rate of one large matmul in the same
 dtype, both measured in the same process. The gradient counts three matmuls.
-Accelerators get several calls at a time, and calls too short for the host ten
+Accelerators get several calls at a time, and calls too short for the host three
 in a program, so that they never wait for it.
 """
 
@@ -135,7 +135,7 @@ def _pass(function, kind, lhs, rhs, sizes, cotangent):
 
 
 def _seconds(function, *, arrays, kind, floor, repeats):
-  calls = 10 if floor < SHORT and dispatch.device_kind() != 'cpu' else 1
+  calls = 3 if floor < SHORT and dispatch.device_kind() != 'cpu' else 1
   several = jax.jit(
     lambda *arrays: _in_turn(function, kind, arrays, calls=calls)
   )
