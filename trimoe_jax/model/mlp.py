@@ -3,6 +3,8 @@
 Legend: b batch, t time, d model width, f hidden width.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from trimoe_jax.config import ModelConfig
 from trimoe_jax.model.parameters import Parameter, Table, declare, normal
 
 
+# Only what goes in is kept for the gradient, not tanh and sigmoid in float32.
+@functools.partial(jax.checkpoint, static_argnums=2)
 def situ_glu(gate: jax.Array, up: jax.Array, config: ModelConfig) -> jax.Array:
   """b1 tanh(gate/b1) sigmoid(gate) * b2 tanh(up/b2), in gate's dtype.
 
