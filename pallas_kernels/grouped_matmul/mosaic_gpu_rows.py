@@ -4,6 +4,10 @@ A tile belongs to one group: it starts where the group starts, rounded down to 8
 rows as bulk copies need it, and rows of it outside the group are computed but
 not stored. Rows past all groups are tiles without products, stored as zeros.
 
+Copies to tiled memory insist on matrices whose width is a whole number of 64.
+For other widths they fetch 64 columns at a time, which need no tiling, and fill
+what is missing by zeros; each piece is then a product of its own.
+
 Suffixes: g rows sorted by group, e groups, k input width, n output width, c row
 of a tile.
 """
