@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ def plot_answers(
   Args:
     path: the picture to write.
     shown: (image [H, W, 3] uint8, [[question, want, got, right], ...]) of each
-      picture; wrong answers get the right one beside them.
+      picture; wrong answers get the right one below them.
   """
   rows = max(1, -(-len(shown) // _COLUMNS))
   figure = Figure(figsize=(1.75 * _COLUMNS, 2.3 * rows), dpi=110)
@@ -78,19 +78,17 @@ def plot_answers(
     axes.set_axis_off()
   for axes, (image, answers) in zip(grid, shown):
     axes.imshow(image, interpolation='nearest')
-    for line, (question, want, got, right) in enumerate(answers):
-      said = ''.join(c if c.isprintable() else '·' for c in got)
-      text = f'{question}? {said}' + ('' if right else f'  (true: {want})')
-      axes.text(
-        0.0,
-        -0.13 * (line + 1),
-        text,
-        transform=axes.transAxes,
-        fontsize=8.5,
-        color=_RIGHT if right else _WRONG,
-        weight='normal' if right else 'bold',
-      )
-  figure.subplots_adjust(
-    left=0.02, right=0.98, top=0.98, bottom=0.11 / rows * 2, hspace=0.36
-  )
+    for line, (text, colour) in enumerate(_lines(answers)):
+      place = dict(transform=axes.transAxes, fontsize=8.5, color=colour)
+      axes.text(0.0, -0.13 * (line + 1), text, **place)
+  figure.subplots_adjust(0.02, 0.42 / (2.3 * rows), 0.98, 0.99, hspace=0.42)
   return plots.save(figure, path)
+
+
+def _lines(answers: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str]]:
+  """Text and colour of the lines below a picture."""
+  for question, want, got, right in answers:
+    said = ''.join(c if c.isprintable() else '·' for c in got)
+    yield f'{question}? {said}', _RIGHT if right else _WRONG
+    if not right:
+      yield f'    true: {want}', _WRONG
