@@ -20,6 +20,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention_residual import mosaic_gpu_kernel as body
 from pallas_kernels.attention_residual import xla
 from pallas_kernels.attention_residual.mosaic_gpu_kernel import Arrays, Plan
+from pallas_kernels.attention_residual.mosaic_gpu_ring import BARRIER_BYTES
 from pallas_kernels.kda import mosaic_gpu_warp as warp
 
 _HOPPER = ('H100', 'H200', 'H800', 'H20')
@@ -31,10 +32,8 @@ _BLOCK_BYTES = 1024  # that every block costs beside what it asks for
 _BEST_WARPS, _MOST_WARPS = 7, 15
 _MOST_COLUMNS = 32
 _GROUP = 4  # warps of a warpgroup
-# Registers of a thread besides those for its columns (compiled kernels use
-# less), and of a multiprocessor.
-_REGISTERS, _ALL_REGISTERS = 52, 65536
-_MOST_TOGETHER = 6  # blocks of a multiprocessor
+_ALL_REGISTERS = 65536  # of a multiprocessor
+_MOST_TOGETHER, _MOST_SLOTS = 6, 64  # blocks of one, rows of a block
 
 
 def refusal(sources, query) -> str | None:
@@ -109,28 +108,40 @@ def plan_of(
   """
   finished, tokens, width = shape
   warps = _warps(width, dtype)
-  columns = width // (body.LANES * warps)
-  registers = _REGISTERS + columns * (1 + passes + 2 * extra)
-  threads = body.LANES * _GROUP * _groups(warps)
-  together = _ALL_REGISTERS // (threads * min(registers, 255))
-  together = max(1, min(together, _MOST_TOGETHER))
-  row = width * jnp.dtype(dtype).itemsize
-  scratch = 4 * 4 * warps * (body.LANES + 1)
-  room = _SHARED_BYTES // together - _BLOCK_BYTES - scratch
-  slots = min(room // (row + 16), 64)
-  return Plan(
+  plan = Plan(
     tokens=tokens,
     width=width,
     dtype=dtype,
     finished=finished,
     count=finished + partial,
     eps=eps,
-    blocks=min(tokens, _PROCESSORS * together),
+    blocks=0,
     warps=warps,
-    slots=slots,
+    slots=0,
     extra=extra,
     passes=passes,
   )
+  plans = [_shared(plan, n) for n in range(_most_together(plan), 0, -1)]
+  return next((plan for plan in plans if plan.resident), plans[-1])
+
+
+def _most_together(plan: Plan) -> int:
+  """Blocks of a multiprocessor that its registers suffice for."""
+  columns = plan.units * plan.per_unit
+  # What compiled kernels use; a third pass is that of a normalized mixture.
+  registers = 36 + columns * (3 + 2 * plan.extra)
+  registers += (columns + 16) * (plan.passes - 2)
+  threads = body.LANES * _GROUP * _groups(plan.warps)
+  together = _ALL_REGISTERS // (threads * min(-(-registers // 8) * 8, 255))
+  return max(1, min(together, _MOST_TOGETHER))
+
+
+def _shared(plan: Plan, together: int) -> Plan:
+  """`plan` with the ring that each of some blocks of a processor can have."""
+  room = _SHARED_BYTES // together - _BLOCK_BYTES - 4 * plan.scratch_words
+  slots = min(room // (plan.row_bytes + 2 * BARRIER_BYTES), _MOST_SLOTS)
+  blocks = min(plan.tokens, _PROCESSORS * together)
+  return plan._replace(slots=slots, blocks=blocks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
