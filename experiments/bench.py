@@ -3,6 +3,7 @@
   python -m experiments.bench kda --specs=small,k3_head --chunk_size=64
   python -m experiments.bench quantile_router
   python -m experiments.bench balance --out=runs/balance
+  python -m experiments.bench decode '--prefixes=(1024,65536)' --out=runs/decode
   python -m experiments.bench kda_layer --peers=fla
   python -m experiments.bench tpu_schedule --chip=v6e --op=kda --length=8192
 
