@@ -107,6 +107,7 @@ def test_what_shares_a_row_changes_nothing(weights):
   assert relative_rms(whole[:, n : n + m], second[:, :m]) < 1e-12
 
 
+@pytest.mark.slow
 def test_one_placeholder_and_repeated_ones_are_the_same(weights):
   params, state = weights
   ids, segments = packed(FIRST, SECOND)
@@ -148,15 +149,20 @@ def test_an_image_is_seen_from_its_place_on_and_by_its_document_alone(weights):
   assert not differs[len(FIRST) :].any()
 
 
-def test_every_parameter_of_the_tower_learns(weights):
+@pytest.mark.parametrize(
+  'through_text', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_every_parameter_of_the_tower_learns(weights, through_text):
   params, state = weights
   ids, segments = packed(FIRST, SECOND)
   weight = np.random.default_rng(1).standard_normal((1, 32, CONFIG.width))
+  images = media([[0, 1, 2]])
 
   def loss(vision):
-    h_btd = hidden(
-      params | {'vision': vision}, state, ids, segments, media([[0, 1, 2]])
-    )
+    if not through_text:
+      features_bjd = image_features(vision, images, CONFIG)
+      return jnp.sum(weight[:, : features_bjd.shape[1]] * features_bjd)
+    h_btd = hidden(params | {'vision': vision}, state, ids, segments, images)
     return jnp.sum(weight * h_btd)
 
   grads = run(jax.grad(loss), params['vision'])
@@ -184,7 +190,8 @@ def assert_same(got, want):
     assert relative_rms(x, y) < 1e-11, path
 
 
-@pytest.mark.parametrize('heads', [2, 3])  # 3: more than the axis divides
+# 3 heads: the tensor axis does not divide them.
+@pytest.mark.parametrize('heads', [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_tower_is_the_same_on_a_mesh(heads):
   vision = dataclasses.replace(VISION, layers=1, heads=heads)
   config = small_config(vision=vision, remat='block')
