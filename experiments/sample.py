@@ -7,9 +7,8 @@
         --prompt='<|media_pad|>What is this?' --image=photo.png
 
 A run brings its tokenizer; a folder in the released layout needs one named.
-`<|media_pad|>` in a prompt stands for the next --image; a prompt without it
-has its images in front. Several prompts are continued together; images are
-dealt out to them in order.
+`<|media_pad|>` in a prompt stands for the next --image, and a single prompt
+without it has its images in front. Several prompts are continued together.
 """
 
 import sys
@@ -19,16 +18,14 @@ import numpy as np
 from absl import app, flags, logging
 
 from trimoe_jax.data import images, load_tokenizer
-from trimoe_jax.data.tokenizer import PLACEHOLDER, encode_with_images
 from trimoe_jax.interop import hf, runs
 from trimoe_jax.model.model import Model
 from trimoe_jax.run import read_config
-from trimoe_jax.sampling import pack, stream
+from trimoe_jax.sampling.sample import SEGMENT, stream
+from trimoe_jax.sampling.text import read_prompts, text_of
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'A run to sample from.')
-STEP = flags.DEFINE_integer(
-  'step', None, 'Of the run; the latest if not given.'
-)
+STEP = flags.DEFINE_integer('step', None, 'Of the run; None: the latest.')
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'A folder in the released layout to sample from.'
 )
@@ -44,15 +41,11 @@ IMAGE = flags.DEFINE_multi_string(
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Tokens to make at most.')
 TEMPERATURE = flags.DEFINE_float('temperature', 0.8, '0 is greedy.')
 TOP_P = flags.DEFINE_float(
-  'top_p', None, 'Draw from the most probable tokens that reach this sum.'
+  'top_p', None, 'Draw from the fewest tokens that reach this probability.'
 )
-TOP_K = flags.DEFINE_integer(
-  'top_k', None, 'Draw from so many most probable tokens.'
-)
+TOP_K = flags.DEFINE_integer('top_k', None, 'Draw from so many at most.')
 SEED = flags.DEFINE_integer('seed', 0, 'Decides the draws.')
-STREAM = flags.DEFINE_bool(
-  'stream', False, 'Print as tokens are made; for one prompt.'
-)
+STREAM = flags.DEFINE_bool('stream', False, 'Print tokens as they are made.')
 EVERY = 8  # tokens between two prints of a stream
 
 
@@ -75,65 +68,17 @@ def load():
   return checkpoint._replace(params=params, router=router), tokenizer
 
 
-def read_prompts(tokenizer, vision):
-  """The prompts of the flags with their images, as one batch.
-
-  Raises:
-    ValueError: images for a model without a vision tower, files that are none,
-      or another number of them than the prompts have placeholders.
-  """
-  if IMAGE.value and vision is None:
-    raise ValueError('--image: this model has no vision tower.')
-  media = [images.load(path) for path in IMAGE.value]
-  rest, rows, own = list(media), [], []
-  for text in PROMPT.value:
-    wanted = text.count(PLACEHOLDER)
-    if not wanted and len(PROMPT.value) == 1 and media:
-      wanted, text = len(media), PLACEHOLDER * len(media) + text
-    if wanted > len(rest):
-      raise ValueError(
-        f'the prompts have more placeholders than the {len(media)} --image '
-        'flags; give one file for each.'
-      )
-    taken, rest = rest[:wanted], rest[wanted:]
-    if _has_markup(tokenizer):
-      parts = text.split(PLACEHOLDER)
-      between = map(images.markup, taken)
-      text = parts[0] + ''.join(map(''.join, zip(between, parts[1:])))
-    own.append(taken)
-    ids = encode_with_images(tokenizer, text)
-    rows.append(np.concatenate([[tokenizer.bos_id], ids]))
-  if rest:
-    raise ValueError(
-      f'{len(rest)} of {len(media)} --image flags have no placeholder; write '
-      f'{PLACEHOLDER} in a prompt for each.'
-    )
-  return pack(rows, own, placeholder=vision and vision.placeholder)
-
-
-def _has_markup(tokenizer):
-  """Whether images have the released tokens around their placeholder."""
-  return len(tokenizer.encode('<|media_begin|>')) == 1
-
-
-def print_stream(prompt, pieces, tokenizer):
-  """Prints a continuation as it comes, whole characters only."""
-  print(prompt, end='', flush=True)
-  ids, shown = [], ''
-  for tokens in pieces:
-    ids.extend(np.asarray(tokens)[0].tolist())
-    text = tokenizer.decode(ids).rstrip('\N{REPLACEMENT CHARACTER}')
-    print(text[len(shown) :], end='', flush=True)
-    shown = text
-  print()
-
-
 def sample():
   """Prints what the flags ask for."""
   if STREAM.value and len(PROMPT.value) > 1:
     raise ValueError('--stream prints one prompt; give one, or --nostream.')
   checkpoint, tokenizer = load()
-  prompts = read_prompts(tokenizer, checkpoint.config.vision)
+  prompts = read_prompts(
+    PROMPT.value,
+    [images.load(path) for path in IMAGE.value],
+    tokenizer=tokenizer,
+    vision=checkpoint.config.vision,
+  )
   pieces = stream(
     Model(checkpoint.config),
     checkpoint.params,
@@ -147,11 +92,13 @@ def sample():
     top_k=TOP_K.value,
     key=jax.random.key(SEED.value),
     stop=tokenizer.eos_id,
-    **({'every': EVERY} if STREAM.value else {}),
+    every=EVERY if STREAM.value else SEGMENT,
   )
   if STREAM.value:
-    print_stream(PROMPT.value[0], pieces, tokenizer)
-    return
+    print(PROMPT.value[0], end='')
+    for text in text_of(pieces, tokenizer):
+      print(text, end='', flush=True)
+    return print()
   out = np.concatenate([np.asarray(tokens) for tokens in pieces], 1)
   for prompt, row in zip(PROMPT.value, out):
     print(prompt + tokenizer.decode(row))
