@@ -8,7 +8,7 @@ WORKDIR ?= runs/demo
 PLATFORM := $(if $(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia[0-9]*),,\
 	JAX_PLATFORMS=cpu)
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow test-compile lint bench clean
 
 demo: .venv/ready
 	$(PLATFORM) $(RUN) -m experiments.train \
@@ -19,6 +19,11 @@ test: .venv/dev
 
 test-slow: .venv/dev
 	$(RUN) -m pytest -m slow
+
+# A whole training step of `mini` for four chips of v6e; minutes, no TPU.
+test-compile: .venv/dev
+	$(RUN) -m pytest -m 'tpu_compile and slow' \
+	  tests/trimoe_jax/test_compile_checks.py
 
 lint: .venv/dev
 	$(RUN) -m ruff check .

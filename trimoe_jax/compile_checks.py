@@ -50,7 +50,7 @@ def _squares(config: TrainConfig, mesh: dict[str, int]):
 
 
 def _rows(config: TrainConfig, mesh: dict[str, int]):
-  """Whether there are experts, tokens or their copies, and something else."""
+  """Whether there is an axis of experts before one of tokens or copies."""
   stage, moe = config.stages[0], config.model.moe
   shards = math.prod(mesh.get(a, 1) for a in ('data', 'context', 'expert'))
   micro_batch = stage.batch // stage.micro_batches
@@ -59,6 +59,11 @@ def _rows(config: TrainConfig, mesh: dict[str, int]):
   if moe.capacity is not None:
     rows.add(math.ceil(tokens * moe.top_k * moe.capacity))
   experts = {moe.experts, moe.experts // mesh.get('expert', 1)}
-  return lambda dims: (
-    len(dims) > 2 and bool(rows & set(dims)) and bool(experts & set(dims))
-  )
+
+  def found(dims):
+    # Widths may equal a count of experts; they come last.
+    first = [i for i, n in enumerate(dims) if n in experts]
+    last = [i for i, n in enumerate(dims) if n in rows]
+    return len(dims) > 2 and bool(first and last) and first[0] < last[-1]
+
+  return found

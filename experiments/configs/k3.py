@@ -30,7 +30,7 @@ def get_config(variant: str = ''):
         mla_layers=(*range(4, 93, 4), 93),
         dense_hidden=33_792,
         residual_block=12,
-        remat='block',
+        remat='full',
         kda=KdaConfig(heads=96, key_dim=128, value_dim=128, gate_rank=128),
         mla=MlaConfig(
           heads=96,
@@ -41,7 +41,14 @@ def get_config(variant: str = ''):
           value_dim=128,
         ),
         moe=MoeConfig(
-          experts=896, top_k=16, shared_experts=2, hidden=3072, latent=3584
+          experts=896,
+          top_k=16,
+          shared_experts=2,
+          hidden=3072,
+          latent=3584,
+          # Without a limit a device of 64 ranks has room for 56 times its rows.
+          dispatch='all_to_all',
+          capacity=1.25,
         ),
         vision=VisionConfig(),
       ),

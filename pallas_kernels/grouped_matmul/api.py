@@ -39,10 +39,11 @@ def grouped_matmul(
     group_sizes_e: [E] integers, not negative, with a sum of at most G.
     block: rows in one step of 'xla'; None chooses by the mean group.
     implementation: None for the best on this device: 'mosaic_gpu' on Hopper,
-      'ragged_dot' (`jax.lax.ragged_dot`) on TPUs, 'xla' elsewhere. Or one of
-      these; 'pallas_ops' or 'tokamax', kernels of those libraries for GPUs,
-      which round the gradient of the weights to the dtype of the rows; or
-      'reference', the tests' oracle.
+      'megablox' (jax's Pallas kernels) on TPUs, 'xla' elsewhere. Or one of
+      these; 'ragged_dot' (`jax.lax.ragged_dot`), for TPUs too; 'pallas_ops' or
+      'tokamax', kernels of those libraries for GPUs, which round the gradient
+      of the weights to the dtype of the rows; or 'reference', the tests'
+      oracle.
 
   Returns:
     [G, N] in the dtype of `lhs_gk`, accumulated in float32.
@@ -74,7 +75,7 @@ def _candidates(lhs_gk, rhs_ekn, block) -> list[dispatch.Candidate]:
   if block is not None:
     reason = f"block={block} is a setting of 'xla'"
     reasons = dict.fromkeys(reasons, reason)
-  best = [(name, reasons.pop(name)) for name in ('mosaic_gpu', 'ragged_dot')]
+  best = [(name, reasons.pop(name)) for name in ('mosaic_gpu', 'megablox')]
   # The rest on request only: slower, or an oracle that wastes memory.
   return [*best, ('xla', None), *reasons.items(), ('reference', None)]
 

@@ -20,6 +20,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 
+# Of 'megablox': their copies and sums stay below 16 MB.
+_TILE_ROWS, _TILE = 512, 1024
+
 
 class Library(NamedTuple):
   """Three products of one library.
@@ -54,8 +57,41 @@ def _general(dimensions, x, y, sizes_e, dtype=None):
   )
 
 
+def _megablox(interpret: bool = False) -> Library:
+  """The Pallas kernels for TPUs that come with jax."""
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+  def tiles(x, width):
+    """Rows filled up to whole tiles, and the tiles of rows and two widths."""
+    rows = min(_TILE_ROWS, -(-x.shape[0] // 128) * 128)
+    x = jnp.pad(x, ((0, -x.shape[0] % rows), (0, 0)))
+    return x, (rows, min(x.shape[1], _TILE), min(width, _TILE))
+
+  def product(x, rhs, sizes_e, transposed):
+    rows, width = x.shape[0], rhs.shape[1 if transposed else 2]
+    x, tiling = tiles(x, width)
+    run = functools.partial(gmm, interpret=interpret)
+    dtype, sizes_e = x.dtype, sizes_e.astype(jnp.int32)
+    y = run(x, rhs, sizes_e, dtype, tiling, transpose_rhs=transposed)
+    return y[:rows]
+
+  def summed(lhs, dout, sizes_e):
+    lhs, tiling = tiles(lhs, dout.shape[1])
+    dout, _ = tiles(dout, 0)
+    # Sums in float32, held three times, leave room for half the tile.
+    tiling = (tiling[0], min(tiling[1], _TILE // 2), tiling[2])
+    run = functools.partial(tgmm, interpret=interpret)
+    return run(lhs.T, dout, sizes_e.astype(jnp.int32), jnp.float32, tiling)
+
+  return Library(
+    functools.partial(product, transposed=False),
+    functools.partial(product, transposed=True),
+    summed,
+  )
+
+
 def _ragged_dot() -> Library:
-  """`jax.lax.ragged_dot`, which libtpu compiles to a kernel of its own."""
+  """`jax.lax.ragged_dot`; libtpu has a kernel for it on v5p."""
   return Library(
     jax.lax.ragged_dot,
     functools.partial(_general, _TRANSPOSED),
@@ -101,6 +137,7 @@ def _tokamax() -> Library:
 
 
 _LIBRARIES = {
+  'megablox': _megablox,
   'ragged_dot': _ragged_dot,
   'pallas_ops': _pallas_ops,
   'tokamax': _tokamax,
@@ -114,8 +151,15 @@ def refusal(name: str, lhs_gk, rhs_ekn) -> str | None:
   """Why a library cannot run the arguments here, or None."""
   kind = dispatch.device_kind()
   if name == 'ragged_dot':
-    # Elsewhere XLA makes the products of every row with every matrix.
+    # Elsewhere XLA makes the products of every row with every matrix, and so
+    # does libtpu 0.0.52 for other chips than v5p.
     return None if kind == 'tpu' else 'jax.lax.ragged_dot is dense but on TPUs'
+  if name == 'megablox':
+    if kind != 'tpu':
+      return f'megablox is for TPUs, this is {kind}'
+    if lhs_gk.dtype not in (jnp.bfloat16, jnp.float32):
+      return f'megablox takes bfloat16 or float32, not {lhs_gk.dtype}'
+    return None
   if kind != 'gpu':
     return f'{name} is for GPUs here, this is {kind}'
   if lhs_gk.dtype not in (jnp.bfloat16, jnp.float16):

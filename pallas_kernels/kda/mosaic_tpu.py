@@ -72,8 +72,8 @@ def chunked(
   raw = kda_inputs.Raw(*raw[:5], *parameters)
   run = _interpreted if interpret else _compiled
   results = run((settings, interpret), raw, initial_state, segment_ids)
-  # An unused final state would be dropped alone, and checkpoints in checkpoints
-  # then fail in JAX's rule for `optimize_remat`, which counts the results again.
+  # JAX would drop an unused final state alone; its rule for `optimize_remat`,
+  # which counts the results again, then fails in checkpoints of checkpoints.
   return jax.lax.optimization_barrier(results)
 
 

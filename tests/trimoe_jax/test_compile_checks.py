@@ -64,6 +64,7 @@ def mini():
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.slow
 def test_mini_fits_four_chips(mini):
   assert mini.fits
   assert mini.checks == compile_checks.WANTED
