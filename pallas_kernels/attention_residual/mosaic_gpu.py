@@ -26,7 +26,8 @@ from pallas_kernels.kda import mosaic_gpu_warp as warp
 _HOPPER = ('H100', 'H200', 'H800', 'H20')
 _PROCESSORS = 132
 _SHARED_BYTES = 225 * 1024  # of a multiprocessor, for all its blocks
-_BLOCK_BYTES = 1024  # that every block costs beside what it asks for
+# What every block costs besides: its own KB, and three arrays in whole KB.
+_BLOCK_BYTES = 4096
 # Consuming warps of a block, and columns of a thread. Few warps with many
 # columns keep more of a row in registers and share less.
 _BEST_WARPS, _MOST_WARPS = 7, 15
