@@ -32,8 +32,12 @@ GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'tiny_checkpoint'
 LAYER = 'language_model.model.layers.'
 
 # The released config.json knows the model, not how it is rematerialised.
+# Without what says how to run the model, which no released file holds.
+_K3 = from_dict(TrainConfig, as_dict(k3.get_config())).model
 K3 = dataclasses.replace(
-  from_dict(TrainConfig, as_dict(k3.get_config())).model, remat='none'
+  _K3,
+  remat='none',
+  moe=dataclasses.replace(_K3.moe, dispatch='auto', capacity=None),
 )
 
 

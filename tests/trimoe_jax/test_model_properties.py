@@ -117,7 +117,7 @@ def test_the_order_of_experts_does_not_matter():
 
 def test_images_are_refused():
   params, state = weights()
-  with pytest.raises(NotImplementedError, match='no vision tower'):
+  with pytest.raises(ValueError, match='no vision tower'):
     Model(CONFIG).apply(
       {'params': params}, random_tokens((1, 4)), state, images=np.ones(3)
     )
