@@ -15,7 +15,7 @@ demo: .venv/ready
 	  --config=experiments/configs/tiny.py --workdir=$(WORKDIR)
 
 test: .venv/dev
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --durations=25
 
 test-slow: .venv/dev
 	$(RUN) -m pytest -m slow
