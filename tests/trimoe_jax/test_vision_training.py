@@ -33,7 +33,7 @@ def with_images(small_config) -> TrainConfig:
     data=dict(source='pictures', heldout_fraction=0.3),
     stages=[dict(context=64, batch=4, steps=4, patches=32, images=2)],
     checkpoint=dict(every_steps=2),
-    eval=dict(batches=12, batch_tokens=512, needles=1, sample_tokens=8),
+    eval=dict(batches=60, batch_tokens=512, needles=1, sample_tokens=8),
   )
 
 
