@@ -1,11 +1,13 @@
 """What a step must not hold or send is found where it is."""
 
-import dataclasses
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from trimoe_jax import compile_checks, compile_report, hlo, topology
-from trimoe_jax.config import MeshConfig, TrainConfig, from_dict
+from trimoe_jax import compile_checks, compile_report, hlo
 
 # A loop of three over an array of tokens by tokens, with a gather inside.
 BAD = """HloModule step
@@ -49,18 +51,25 @@ def test_counts_follow_loops_and_shapes(small_config):
 
 
 @pytest.fixture(scope='module')
-def mini():
-  """mini on four chips of v6e, a row of its first stage on each."""
-  from experiments.configs import as_dict
-  from experiments.configs.mini import get_config
+def mini(tmp_path_factory):
+  """mini on four chips of v6e, a row of its first stage on each.
 
-  values = as_dict(get_config())
-  values['stages'] = [values['stages'][0] | {'batch': 4}]
-  where = topology.describe('v6e:2x2', {'expert': 2})
-  config = from_dict(TrainConfig, values)
-  mesh = MeshConfig(**where.mesh.shape)
-  config = dataclasses.replace(config, mesh=mesh)
-  return compile_report.build('mini', config, where, optimization='O0')
+  In a process of its own: the tests' asks libtpu for schedules, which takes as
+  long again.
+  """
+  out = tmp_path_factory.mktemp('reports')
+  flags = (
+    '--config=experiments/configs/mini.py --topology=v6e:2x2 --batch=4 '
+    f'--config.mesh.expert=2 --optimization=O0 --out={out}'
+  )
+  environment = {k: v for k, v in os.environ.items() if 'LIBTPU' not in k}
+  subprocess.run(
+    [sys.executable, '-m', 'experiments.compile', *flags.split()],
+    check=True,
+    env=environment | {'JAX_PLATFORMS': 'cpu'},
+  )
+  facts = json.loads((out / 'mini-v6e-2x2-4096.json').read_text())
+  return compile_report.Report(**facts)
 
 
 @pytest.mark.tpu_compile
