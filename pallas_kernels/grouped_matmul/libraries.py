@@ -152,7 +152,7 @@ def refusal(name: str, lhs_gk, rhs_ekn) -> str | None:
   kind = dispatch.device_kind()
   if name == 'ragged_dot':
     # Elsewhere XLA makes the products of every row with every matrix, and so
-    # does libtpu 0.0.52 for other chips than v5p.
+    # does libtpu 0.0.52 for v6e and tpu7x.
     return None if kind == 'tpu' else 'jax.lax.ragged_dot is dense but on TPUs'
   if name == 'megablox':
     if kind != 'tpu':
