@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from trimoe_jax.model import gpu_attention, splash
+from trimoe_jax.model import blocking, gpu_attention, splash
 
 _FRAGMENT_CANDIDATES = (
   (
@@ -100,7 +100,9 @@ def causal_attention(
   )
   name = dispatch.choose('causal_attention', implementation, candidates)
   if 0 in (*q_bthk.shape, *v_bshv.shape):
-    return jnp.zeros((*q_bthk.shape[:3], v_bshv.shape[3]), _wide(q_bthk))
+    return jnp.zeros(
+      (*q_bthk.shape[:3], v_bshv.shape[3]), blocking.wide(q_bthk)
+    )
   libraries = {'splash': _splash, 'tokamax': _tokamax, 'cudnn': _cudnn}
   in_blocks = functools.partial(_blockwise, block_size=block_size)
   run = libraries.get(name, in_blocks)
@@ -147,12 +149,12 @@ def _blockwise(arrays, segment_ids, scale, block_size):
   count = -(-time // block_size)
   block = -(-time // count)
   documents = _documents(segment_ids, count, block)
-  q_nbhtk, *keys_values = [_split(x, count, block) for x in arrays]
+  q_nbhtk, *keys_values = [blocking.split(x, count, block) for x in arrays]
   queries = Queries(q_nbhtk, jnp.arange(count, dtype=jnp.int32))
   out_nbhtv = _attention(
     queries, tuple(keys_values), (), documents, (scale, _given)
   )
-  return _join(out_nbhtv, time)
+  return blocking.join(out_nbhtv, time)
 
 
 def _given(sources, weights):
@@ -204,7 +206,9 @@ def fragment_attention(
     q_bfthk = jnp.where(live_bft[..., None, None], q_bfthk, 0)
   q_bthk = q_bfthk.reshape(batch, fragments * length, *q_bfthk.shape[3:])
   at_fn = fragment_f[:, None] * per + jnp.arange(per, dtype=jnp.int32)
-  queries = Queries(_split(q_bthk, fragments * per, block), at_fn.reshape(-1))
+  queries = Queries(
+    blocking.split(q_bthk, fragments * per, block), at_fn.reshape(-1)
+  )
   latents_nbsr = latents_bsr.reshape(batch, count, block, -1).swapaxes(0, 1)
 
   def by_head(latents_bsr, weights):
@@ -213,31 +217,11 @@ def fragment_attention(
   out_nbhtv = _attention(
     queries, latents_nbsr, weights, documents, (scale, by_head)
   )
-  out_bthv = _join(out_nbhtv, fragments * length)
+  out_bthv = blocking.join(out_nbhtv, fragments * length)
   out_bfthv = out_bthv.reshape(*q_bfthk.shape[:4], -1)
   if live_bft is None:
     return out_bfthv
   return jnp.where(live_bft[..., None, None], out_bfthv, 0)
-
-
-def _wide(x):
-  return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _split(x_bthd, count, block):
-  """[B, T, H, D] -> [N, B, H, T / N, D], padded to whole blocks."""
-  batch, time, heads, width = x_bthd.shape
-  missing = count * block - time
-  x_bthd = jnp.pad(x_bthd, ((0, 0), (0, missing), (0, 0), (0, 0)))
-  x = x_bthd.reshape(batch, count, block, heads, width)
-  return x.transpose(1, 0, 3, 2, 4)
-
-
-def _join(x_nbhtd, time):
-  """The inverse of `_split`."""
-  count, batch, heads, block, width = x_nbhtd.shape
-  x = x_nbhtd.transpose(1, 0, 3, 2, 4)
-  return x.reshape(batch, count * block, heads, width)[:, :time]
 
 
 def _documents(segment_ids, count, block):
@@ -332,7 +316,7 @@ def _attention(queries, sources, weights, documents, form):
 
 def _forward(queries, sources, weights, documents, form):
   (scale, expand), count = form, _blocks(sources)
-  wide = _wide(queries.q_nbhtk)
+  wide = blocking.wide(queries.q_nbhtk)
   einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
   block = queries.q_nbhtk.shape[3]
 
@@ -380,7 +364,7 @@ def _backward(form, saved, dout_nbhtv):
   queries, sources, weights, documents, out_nbhtv, lse_nbht = saved
   (scale, expand), count = form, _blocks(sources)
   q_nbhtk = queries.q_nbhtk
-  wide, block = _wide(q_nbhtk), q_nbhtk.shape[3]
+  wide, block = blocking.wide(q_nbhtk), q_nbhtk.shape[3]
   einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
   inner_nbht = jnp.sum(dout_nbhtv * out_nbhtv, axis=-1)
   # Transposed once: inside the loop it would be folded into the matmul.

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trimoe_jax.model import blocking
+
 
 class Bounds(NamedTuple):
   """The keys [start, end) that each query sees; start = end: none."""
@@ -51,38 +53,18 @@ def attend_within(
   """
   patches = q_bphk.shape[1]
   if 0 in q_bphk.shape:
-    return jnp.zeros(q_bphk.shape, _wide(q_bphk))
+    return jnp.zeros(q_bphk.shape, blocking.wide(q_bphk))
   count = -(-patches // block_size)
   block = -(-patches // count)
   missing = count * block - patches
   seen = (bounds.end > bounds.start)[..., None, None]
   arrays = [jnp.where(seen, x, 0) for x in (q_bphk, k_bphk, v_bphk)]
-  blocks = [_split(x, count, block) for x in arrays]
+  blocks = [blocking.split(x, count, block) for x in arrays]
   pad = lambda x_bp: jnp.pad(x_bp, ((0, 0), (0, missing)))
   by_block = lambda x_bp: pad(x_bp).reshape(-1, count, block).swapaxes(0, 1)
   bounds = Bounds(*map(by_block, bounds))
   out_nbhtk = _attention(*blocks, bounds, scale)
-  return jnp.where(seen, _join(out_nbhtk, patches), 0)
-
-
-def _wide(x):
-  return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _split(x_bphk, count, block):
-  """[B, P, H, K] -> [N, B, H, P / N, K], padded to whole blocks."""
-  batch, patches, heads, width = x_bphk.shape
-  missing = count * block - patches
-  x_bphk = jnp.pad(x_bphk, ((0, 0), (0, missing), (0, 0), (0, 0)))
-  x = x_bphk.reshape(batch, count, block, heads, width)
-  return x.transpose(1, 0, 3, 2, 4)
-
-
-def _join(x_nbhtk, patches):
-  """The inverse of `_split`."""
-  count, batch, heads, block, width = x_nbhtk.shape
-  x = x_nbhtk.transpose(1, 0, 3, 2, 4)
-  return x.reshape(batch, count * block, heads, width)[:, :patches]
+  return jnp.where(seen, blocking.join(out_nbhtk, patches), 0)
 
 
 def _visible(bounds: Bounds, j, block):
@@ -108,7 +90,7 @@ def _attention(q_nbhtk, k_nbhsk, v_nbhsk, bounds, scale):
 
 
 def _forward(q_nbhtk, k_nbhsk, v_nbhsk, bounds, scale):
-  count, block, wide = len(q_nbhtk), q_nbhtk.shape[3], _wide(q_nbhtk)
+  count, block, wide = len(q_nbhtk), q_nbhtk.shape[3], blocking.wide(q_nbhtk)
   einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
 
   def row(inputs):
@@ -146,7 +128,7 @@ def _forward(q_nbhtk, k_nbhsk, v_nbhsk, bounds, scale):
 def _backward(scale, saved, dout_nbhtk):
   """dS = P (dP - sum(dO O)), block by block, from probabilities made again."""
   q_nbhtk, k_nbhsk, v_nbhsk, bounds, out_nbhtk, lse_nbht = saved
-  count, block, wide = len(q_nbhtk), q_nbhtk.shape[3], _wide(q_nbhtk)
+  count, block, wide = len(q_nbhtk), q_nbhtk.shape[3], blocking.wide(q_nbhtk)
   einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
   inner_nbht = jnp.sum(dout_nbhtk * out_nbhtk, axis=-1)
 
